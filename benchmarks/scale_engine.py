@@ -20,7 +20,7 @@ from manthan.manager.histories import Histories
 from manthan.manager.pool import Mark
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.manager.session.manager import SessionManager
-from manthan.manager.session.table import SessionState, prompt_end
+from manthan.manager.session.table import SessionState, digest_of
 from manthan.manager.transfer import Transfer, TransferResult
 from manthan.policies import get_policy
 
@@ -127,7 +127,7 @@ class Heart:
             session.tokens = session.prompt_tokens = session.added_tokens = self.blocks * BLOCK_TOKENS
             session.uses = 1
             table.extend(session, own)
-            table.enter_prompt(session, named, prompt_end(named, b"1"))
+            table.enter_prompt(session, digest_of("", named, b"1"))
             table.set_cold(session, True)
             table.remember(session)
             table.enter_order(session)
@@ -166,7 +166,8 @@ class Heart:
         hashes, request_id = self.hashes(session, whole), f"request-{next(self._ids)}"
         asked, tokens, usable = hashes[:prompt], prompt * BLOCK_TOKENS + 1, prompt
         name = f"session-{session}"
-        heart(driver.started, request_id, asked, name, self.now, tokens=tokens, blocks=prompt + 1, tail=b"1")
+        started = heart(self.manager.request_started, request_id, asked, name, self.now, tokens=tokens, tail=b"1")
+        heart(driver.started, started, prompt + 1)
         hits = pool.hit(asked)
         cold = heart(driver.matched, request_id, len(hits), usable, prompt + 1, self.now)
         pool.hold(hits)

@@ -8,21 +8,20 @@ The loop does no I/O, never waits, and reads no clock.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from manthan.manager.events import BlocksDropped, BlocksTrimmed, Loading, Overwritten, StoreFailed, StoreIsUp, Verdict
+from manthan.manager.events import BlocksDropped, BlocksTrimmed, Loading, Overwritten, StoreFailed, Verdict
 from manthan.manager.fronts import FrontTiers
 from manthan.manager.guard import Guard
 from manthan.manager.pool import MARKS, Asker, Mark, Pool, Runway
 from manthan.manager.session.blocks import FrontTier
-from manthan.manager.session.hints import NO_HINTS, Hints
-from manthan.manager.session.manager import Outcome, PointParts, Request, SessionManager, StorePlan
+from manthan.manager.session.manager import Outcome, PointParts, Request, SessionManager, Store
 from manthan.manager.session.prefetch import Prefetcher
 from manthan.manager.session.table import Session
 from manthan.manager.tiers.tier import STORE_FULL
@@ -41,54 +40,14 @@ LED = 256  # number of saved blocks put into the policy's order after a request;
 WINDOW_SHARE = 16  # stores reference at most the pool's blocks divided by this, while these are not gathered yet
 
 
-@dataclass(slots=True, eq=False)
-class Serving:
-    """Request in progress, and what pool and tiers did for it.
-
-    lossy: number of the prompt's cached tokens that are decoded or derived. exact: ids of the blocks that were loaded
-    bit for bit. found: number of the prompt's blocks that were resident or loaded; None before the admission. computed:
-    number of the request's full blocks in the prefix cache. saves_after: time from which these are considered for
-    saving. was_loaded: True if blocks were loaded. is_unserved: True if a store did not answer, so that the request
-    does not ask again. taken: number of blocks at the last admission.
-    """
-
-    request: Request
-    lossy: int = 0
-    exact: set[int] = field(default_factory=set)
-    found: int | None = None
-    computed: int = 0
-    saves_after: float = 0.0
-    was_loaded: bool = False
-    is_unserved: bool = False
-    taken: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Store:
-    """Store under way.
-
-    block_ids: referenced until all ranks have gathered the blocks. gathered: number of ranks that have. is_void: True
-    after a reset, which makes the result worthless.
-    """
-
-    plan: StorePlan
-    answers: Answers
-    block_ids: list[int]
-    gathered: int = 0
-    is_void: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Orders of a step to the workers, who obey them in the order of the fields.
-
-    revokes: True to give up stores whose blocks are not gathered yet, so that requests get these blocks.
-    """
+    """Orders of a step to the workers, who obey them in the order of the fields."""
 
     drops: Sequence[BlocksDropped | BlocksTrimmed] = ()
     stores: Sequence[Transfer] = ()
     loads: Sequence[Transfer] = ()
-    revokes: bool = False
+    revokes: bool = False  # true to give up stores whose blocks are not gathered yet, so that requests get these blocks
 
 
 class Driver:
@@ -136,11 +95,11 @@ class Driver:
         self._least, self._bursts = (self._low, self._high), bursts
         self._window = max(1, pool.size // WINDOW_SHARE)
         self.runway = Runway(pool, self._high)
-        manager.bind(pool, self._high, self.runway.forget)
+        manager.bind(self.runway)
         self.fronts = FrontTiers(manager, fronts)
-        self.prefetcher = Prefetcher(manager, self.runway, ranks, self._low, prefetch_lead_s)
+        self.prefetcher = Prefetcher(manager, ranks, self._low, prefetch_lead_s)
         self._main = manager.shape.main
-        self._serving: dict[str, Serving] = {}
+        self._requests = manager.requests
         self._stores: dict[int, Store] = {}  # by job id
         self._loading: dict[str, Answers] = {}  # by request id; the request may end before
         self._load_of: dict[int, str] = {}  # by job id, the load's request
@@ -150,42 +109,22 @@ class Driver:
         manager.events.subscribe(self._drops.append, BlocksDropped, BlocksTrimmed)
         self._waiting: dict[str, int] = {}  # by request id, number of blocks to take
         self._ordered = Work()  # orders of the last step, until the workers have them
-        self._done: list[int] = []  # ids of blocks to give back to the pool, all at once
         self._taken = 0  # most blocks taken by the last step's requests
         self._taking, self._burst = 0, 0.0  # blocks taken by requests since the last step, and most in a recent step
         self._overwritten = 0  # most blocks taken from the free queue's head since `lead_overwritten` put it in order
         self._looks_after = 0.0  # time of the next look for blocks to save in the free queue
         self._look_at = inf  # time of the next look, after ended requests gave blocks to the queue; else infinity
         self._was_answered = self._has_finished = False
-        self._was_up: bool | None = None
         self.rests = False  # true while no store and no prefetch may begin; see `halt`
 
     # -- requests -------------------------------------------------------------------------------------
 
-    def started(
-        self,
-        request_id: str,
-        hashes: Sequence[bytes],
-        name: str | None,
-        now: float,
-        *,
-        tokens: int,
-        blocks: int,
-        hints: Hints = NO_HINTS,
-        tenant: str = "",
-        tail: bytes | None = None,
-    ) -> Request:
-        """Take a new request. blocks: number of blocks that it needs. Other arguments: see `request_started`."""
-        request = self.manager.request_started(
-            request_id, hashes, name, now, tokens=tokens, hints=hints, tenant=tenant, tail=tail
-        )
-        self._serving[request_id] = Serving(request)
-        self._waiting[request_id] = blocks
-        if hints.prefetch:
-            self.prefetcher.expect(hints.prefetch, tenant, now)
+    def started(self, request: Request, blocks: int) -> None:
+        """Take a new request from `SessionManager.request_started`. blocks: number of blocks that it needs."""
+        self._waiting[request.request_id] = blocks
+        self.prefetcher.expect(request.hints.prefetch, request.session.tenant, request.began)
         if self._redis is not None:
-            self._redis.look_up(request, self.usable(tokens))
-        return request
+            self._redis.look_up(request, self.usable(request.tokens))
 
     def usable(self, tokens: int) -> int:
         """Return how many first blocks of a prompt of `tokens` tokens may be found; the last tokens are computed."""
@@ -199,23 +138,24 @@ class Driver:
             usable: number of the prompt's first blocks that may be found.
             blocks: number of blocks that the request needs in all.
         """
-        self.hear()
+        if self._redis is not None:
+            self._redis.hear()
         self._waiting[request_id] = blocks
-        serving = self._serving.get(request_id)
-        if serving is None:
+        request = self._requests.get(request_id)
+        if request is None:
             return 0
-        serving.taken = 0
+        request.taken = 0
         if request_id in self._loading:  # an earlier load, before a preemption, is not settled
             return None
         if self._redis is not None and self._redis.awaits(request_id, now):
             return None
-        if serving.is_unserved or resident >= usable:
+        if request.is_unserved or resident >= usable:
             return 0
-        rows = serving.request.rows
+        rows = request.rows
         prefetch = self.prefetcher.load
         if prefetch is not None and resident < len(rows) and prefetch.brings(int(rows[resident])):
             return None
-        return max(0, self.manager.match(serving.request, resident, usable) - self._again)
+        return max(0, self.manager.match(request, resident, usable) - self._again)
 
     def admitted(self, request_id: str, resident: int, usable: int, taken: int, brought: int = 0) -> None:
         """Note that vLLM has allocated a request's blocks; after a load, once more.
@@ -224,17 +164,16 @@ class Driver:
             taken: number of blocks, the resident ones included: they too may have left the head of the free queue.
             brought: number of blocks behind the resident ones that another connector loads.
         """
-        serving = self._serving.get(request_id)
-        new = taken - (0 if serving is None else serving.taken)
+        request = self._requests.get(request_id)
+        new = taken - (0 if request is None else request.taken)
         self.runway.taken(new)
         self._overwritten += new - resident
         self._taking += new - resident
-        if serving is None:
+        if request is None:
             return
-        serving.taken = taken
-        rows = serving.request.rows
-        if serving.found is None:
-            serving.found = resident + brought
+        request.taken, rows = taken, request.rows
+        if request.found is None:
+            request.found = resident + brought
             blocks, missed = self.manager.blocks, rows[resident + brought : usable]
             if lost := int(((blocks.users[missed] > 0) & (blocks.status[missed] == 0)).sum()):
                 self.manager.events(Overwritten(lost))
@@ -244,12 +183,8 @@ class Driver:
 
     def hits(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """Note which blocks of the prefix cache a request uses, by KV cache group."""
-        serving = self._serving.get(request_id)
-        if serving is None:
-            return
-        serving.exact = set()
-        lossy = max((len(self._pool.marks.lossy(of_group)) for of_group in block_ids), default=0)
-        serving.lossy = lossy * self.manager.shape.block_tokens
+        if (request := self._requests.get(request_id)) is not None:
+            request.exact, request.lossy = set(), self._lossy_tokens(block_ids)
 
     def handed(self, request_id: str, decoded: Sequence[Sequence[int]], derived: Sequence[Sequence[int]]) -> None:
         """Mark blocks whose KV another engine has computed and handed over, by KV cache group.
@@ -258,39 +193,34 @@ class Driver:
             decoded: ids of blocks that are decoded, here or in the other engine.
             derived: ids of blocks computed there behind decoded blocks.
         """
-        serving = self._serving.get(request_id)
-        if serving is None:
+        request = self._requests.get(request_id)
+        if request is None:
             return
-        marks, owner = self._pool.marks, serving.request.session.owner
+        marks, owner = self._pool.marks, request.session.owner
         for mark, groups in ((Mark.DECODED, decoded), (Mark.DERIVED, derived)):
             for block_ids in groups:
                 marks.set(block_ids, mark, owner)
         for block_ids in decoded:  # their level is unknown
             marks.coarsen(block_ids)
-        lossy = max((len(first) + len(behind) for first, behind in zip(decoded, derived, strict=True)), default=0)
-        serving.lossy += lossy * self.manager.shape.block_tokens
+        request.lossy += self._lossy_tokens([[*first, *behind] for first, behind in zip(decoded, derived, strict=True)])
 
     def computed(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Mark blocks computed by a request behind decoded blocks. Loaded blocks keep their marks."""
-        serving = self._serving.get(request_id)
-        if serving is not None and serving.lossy:
+        request = self._requests.get(request_id)
+        if request is not None and request.lossy:
             marks = self._pool.marks
-            derived = set(block_ids) - marks.lossy(block_ids) - serving.exact
-            marks.set(derived, Mark.DERIVED, serving.request.session.owner)
+            derived = set(block_ids) - marks.lossy(block_ids) - request.exact
+            marks.set(derived, Mark.DERIVED, request.session.owner)
 
     def cached(self, request_id: str, blocks: int) -> None:
         """Note the number of a running request's full blocks in the prefix cache after this step."""
-        if (serving := self._serving.get(request_id)) is not None:
-            serving.computed = max(serving.computed, blocks)
-
-    def serves(self, request_id: str, block_id: int) -> bool:
-        """True if a block of the pool may be served to a request."""
-        return self._pool.marks.serves(block_id, self.asker(request_id))
+        if (request := self._requests.get(request_id)) is not None:
+            request.computed = max(request.computed, blocks)
 
     def asker(self, request_id: str) -> Asker | None:
         """Return the asker of the request; None for exact KV only."""
-        serving = self._serving.get(request_id)
-        return None if serving is None else serving.request.asker
+        request = self._requests.get(request_id)
+        return None if request is None else request.asker
 
     def loading(
         self,
@@ -307,14 +237,13 @@ class Driver:
             block_ids: ids of the pool's blocks to load the main group's blocks into.
             beside: for each further KV cache group, its number, block hashes, and ids of blocks to load into.
         """
-        serving = self._serving[request_id]
-        request, manager = serving.request, self.manager
+        request, manager = self._requests[request_id], self.manager
         rows = request.rows[resident:end]
         manager.load_started(request_id, rows)
         main = self._main, request.hashes[resident : resident + len(block_ids)], block_ids
         parts = [main, *beside] if manager.shape.stores_main else beside
         jobs = [manager.load_job(*part, request.session, request_id) for part in parts]
-        self._loading[request_id] = Answers(jobs, self._ranks, request.session.session_id)
+        self._loading[request_id] = Answers(jobs, request.session.session_id)
         self._load_of.update((job.job_id, request_id) for job in jobs)
         self._loads += jobs
         for job in jobs:
@@ -323,15 +252,15 @@ class Driver:
             marks = manager.loaded_marks(found)
             for mark in MARKS:
                 self._pool.marks.set(job.block_ids[marks == mark].tolist(), mark, request.session.owner)
-            serving.exact.update(job.block_ids[marks == Mark.EXACT].tolist())
+            request.exact.update(job.block_ids[marks == Mark.EXACT].tolist())
             if manager.shape.groups[job.group].levels > 1:
                 manager.events(Loading(manager.blocks.level[found[marks == Mark.DECODED]].tolist()))
             self._pool.marks.coarsen(job.block_ids[manager.is_coarse(found)].tolist())
-        serving.lossy += self._lossy_tokens(jobs)
+        request.lossy += self._lossy_tokens([job.block_ids.tolist() for job in jobs])
 
-    def _lossy_tokens(self, jobs: Sequence[Transfer]) -> int:
-        """Return the number of a load's lossy tokens, by the group with most lossy blocks."""
-        lossy = (len(self._pool.marks.lossy(job.block_ids.tolist())) for job in jobs)
+    def _lossy_tokens(self, block_ids: Iterable[Sequence[int]]) -> int:
+        """Return the number of lossy tokens of blocks, by the KV cache group with most lossy blocks."""
+        lossy = (len(self._pool.marks.lossy(of_group)) for of_group in block_ids)
         return max(lossy, default=0) * self.manager.shape.block_tokens
 
     def loads_of(self, request_id: str) -> Sequence[Transfer]:
@@ -341,13 +270,13 @@ class Driver:
 
     def found(self, request_id: str) -> int:
         """Return the number of a prompt's tokens that were resident or loaded."""
-        serving = self._serving.get(request_id)
-        return (0 if serving is None else serving.found or 0) * self.manager.shape.block_tokens
+        request = self._requests.get(request_id)
+        return (0 if request is None else request.found or 0) * self.manager.shape.block_tokens
 
     def returned(self, request_id: str) -> Asker | None:
         """Return the asker of a request whose load brought lossy KV; None for any other request."""
-        serving = self._serving.get(request_id)
-        return serving.request.asker if serving is not None and serving.was_loaded and serving.lossy else None
+        request = self._requests.get(request_id)
+        return request.asker if request is not None and request.was_loaded and request.lossy else None
 
     def finished(
         self,
@@ -359,18 +288,17 @@ class Driver:
         ending: str = "",
     ) -> Outcome | None:
         """Note the end of a request. Arguments: see `SessionManager.request_finished`."""
-        found, serving = self.found(request_id), self._serving.pop(request_id, None)
         self._waiting.pop(request_id, None)
         if self._redis is not None:
             self._redis.forget(request_id)
-        if serving is None:
+        if request_id not in self._requests:
             return None
-        lossy, self._has_finished = serving.lossy, True
+        self._has_finished = True
         if now < self._looks_after:
             self._look_at = self._looks_after
         points = () if self.rests else points
         outcome, plans = self.manager.request_finished(
-            request_id, hashes, now, tokens=tokens, points=points, found=found, lossy=lossy, ending=ending
+            request_id, hashes, now, tokens=tokens, points=points, ending=ending
         )
         self._begin(plans)
         return outcome
@@ -384,7 +312,7 @@ class Driver:
         self._overwritten += taken
         self._expect_burst(taken)
         self.runway.taken(taken)
-        if min(manager.said.ttls.first, manager.said.pins.first) <= now:
+        if min(manager.said.ttls.least, manager.said.pins.least) <= now:
             manager.said.expire(now)
         if now >= self._looks_after:
             self._look_at = inf
@@ -406,16 +334,15 @@ class Driver:
             self.fronts.settle()
         drops = self._drops.copy()
         self._drops.clear()
-        if self._redis is not None:
-            self._redis.tell([drop for drop in drops if isinstance(drop, BlocksDropped)], now)
         if self._journal is not None:
             self._journal.tell(now)
-        self.hear()
+        if self._redis is not None:
+            self._redis.tell([drop for drop in drops if isinstance(drop, BlocksDropped)], now)
+            self._redis.hear()
         prefetcher = self.prefetcher
-        looks = prefetcher.was_settled or min(prefetcher.expected.first, prefetcher.look_at) <= now
+        looks = prefetcher.was_settled or min(prefetcher.expected.least, prefetcher.look_at) <= now
         if (prefetcher.to_load or looks) and not self.rests:
             self._loads += prefetcher.step(now, sum(self._waiting.values()))
-        self._give_back()
         work = self._ordered = Work(drops, self._granted, self._smallest_first(self._loads), revokes)
         self._granted, self._loads = [], []
         return work
@@ -442,7 +369,7 @@ class Driver:
         self._burst = max(blocks, self._burst * BURST_DECAY)
         wanted = (int(share * self._burst) for share in self._bursts)
         self._low, self._high = (min(self._pool.size, max(pair)) for pair in zip(self._least, wanted, strict=True))
-        self.runway.ahead = self.manager.spare = self._high
+        self.runway.ahead = self._high
 
     def sent(self) -> None:
         """Note that the workers have the last step's orders."""
@@ -472,35 +399,26 @@ class Driver:
 
     def _save_running(self, now: float) -> None:
         """Save blocks of running requests, without taking a free block."""
-        for request_id, serving in self._serving.items():
+        for request in self._requests.values():
             room = A_STEP - self.manager.blocks.storing
             if room <= 0:
                 return
-            if serving.computed and serving.saves_after <= now:
-                plans = self.manager.save_running(request_id, serving.computed, room, now)
+            if request.computed and request.saves_after <= now:
+                plans = self.manager.save_running(request, room, now)
                 self._begin(plans)
                 if not plans:  # all is saved, or there is no room: no use to look again at once
-                    serving.saves_after = now + RUNNING_S
+                    request.saves_after = now + RUNNING_S
 
-    def _begin(self, plans: Iterable[StorePlan]) -> None:
-        for plan in plans:
-            job = plan.transfer
-            self.runway.taken(len(job))  # a saved block that is stored again leaves the queue
-            self._stores[job.job_id] = Store(plan, Answers([job], self._storing), job.block_ids.tolist())
-            self._granted.append(job)
+    def _begin(self, stores: Iterable[Store]) -> None:
+        for store in stores:
+            self.runway.taken(len(store.rows))  # a saved block that is stored again leaves the queue
+            self._stores[store.transfer.job_id] = store
+            self._granted.append(store.transfer)
 
     @property
     def _holding(self) -> int:
         """Number of blocks referenced until gathered."""
         return sum(len(store.block_ids) for store in self._stores.values())
-
-    def hear(self) -> None:
-        """Take results from Redis."""
-        if self._redis is not None:
-            self._redis.hear()
-            if self._redis.sessions.is_up is not self._was_up:
-                self._was_up = self._redis.sessions.is_up
-                self.manager.events(StoreIsUp(self._redis.sessions.is_up))
 
     # -- results --------------------------------------------------------------------------------------
 
@@ -511,13 +429,12 @@ class Driver:
                 store.gathered += 1
                 if store.gathered == self._storing:
                     self._let_go(store)
-        self._give_back()
 
     def answered(self, results: Iterable[TransferResult], now: float, verdicts: Sequence[Verdict] = ()) -> None:
         """Take results of ranks, and their measurements. A transfer is settled after the last of them."""
         for result in results:
             if (store := self._stores.get(result.job_id)) is not None:
-                if store.answers.add(result):
+                if store.answers.add(result, self._storing):
                     del self._stores[result.job_id]
                     self._settle_store(store, now)
             elif (request_id := self._load_of.get(result.job_id)) is not None:
@@ -526,43 +443,36 @@ class Driver:
                 self.prefetcher.answered(result, now)
         if verdicts and self._guard is not None:
             self._guard.answered(verdicts)
-        self._give_back()
 
     def _settle_store(self, store: Store, now: float) -> None:
-        plan, results = store.plan, store.answers.results
-        self._let_go(store)
-        self._give_back()  # before the pool is told of saved blocks, and orders them
+        results = store.answers.results
+        self._let_go(store)  # before the pool is told of saved blocks, and orders them
         self._was_answered = True
-        causes: dict[int, set[str]] = {}
-        for result in results:
-            for at, cause in result.failed.items():
-                causes.setdefault(at, set()).add(cause)
+        failed = {at for result in results for at in result.failed}
+        causes = {at: {result.failed[at] for result in results if at in result.failed} for at in failed}
         if store.is_void:
-            causes = {at: {RESET} for at in range(len(plan.transfer))}
-        refused = {at for at in causes if all(result.failed.get(at) in (NEEDED, RESET) for result in results)}
-        self._refuse(store, causes, now, causes.keys() - refused)
+            causes = {at: {RESET} for at in range(len(store.rows))}
+        torn = [at for at in failed if any(result.failed.get(at) not in (NEEDED, RESET) for result in results)]
+        self._refuse(store, causes, now, torn)
         sizes = np.array([result.nbytes for result in results])
-        good = [at for at in range(len(plan.transfer)) if at not in causes]
-        if good:
+        if good := [at for at in range(len(store.rows)) if at not in causes]:
             nbytes = {at: self._weigh(sizes[:, at].tolist()) for at in good}
             inner = {at: weighed((each.inner.get(at, ()) for each in results), self._weigh) for at in results[0].inner}
-            self.manager.stored(plan, nbytes, now, store.answers.seconds / len(plan.transfer), inner)
+            self.manager.stored(store, nbytes, now, inner)
 
-    def _refuse(self, store: Store, causes: dict[int, set[str]], now: float, torn: Collection[int] = ()) -> None:
+    def _refuse(self, store: Store, causes: dict[int, set[str]], now: float, torn: Sequence[int] = ()) -> None:
         """Tell the manager which blocks of a store are not saved. torn: those that some rank may have stored."""
         if causes:
             is_full = any(STORE_FULL in told for told in causes.values())
             torn = () if store.is_void else torn
-            self.manager.store_failed(
-                store.plan, list(causes), now, is_void=store.is_void, is_full=is_full, torn=list(torn)
-            )
+            self.manager.store_failed(store, list(causes), now, is_full=is_full, torn=torn)
         for told in (each - {NEEDED, RESET} for each in causes.values()):
             if told:
                 self.manager.events(StoreFailed(sorted(told)))
 
     def _answer_load(self, request_id: str, result: TransferResult) -> None:
         answers = self._loading[request_id]
-        if not answers.add(result):
+        if not answers.add(result, self._ranks):
             return
         del self._loading[request_id]
         for job in answers.jobs:
@@ -571,32 +481,28 @@ class Driver:
         bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
         self.manager.load_finished(request_id, bad)
         event = answers.restored(self._main, self.manager.points.is_needed, request_id)
-        if (serving := self._serving.get(request_id)) is not None:
-            serving.was_loaded |= event.good > 0
-            serving.is_unserved |= STORE_DOWN in failed.values()
+        if (request := self._requests.get(request_id)) is not None:
+            request.was_loaded |= event.good > 0
+            request.is_unserved |= STORE_DOWN in failed.values()
             if not failed:
                 main = [job.block_ids for job in answers.jobs if job.group == self._main]
                 self._pool.loaded([block_id for each in main for block_id in each.tolist()])
             else:  # all but the first good blocks are computed
-                before = self._lossy_tokens(answers.jobs)
-                for job in answers.jobs:
-                    lost = job.block_ids.tolist()[event.good if job.group == self._main else 0 :]
+                loaded = [job.block_ids.tolist() for job in answers.jobs]
+                request.lossy -= self._lossy_tokens(loaded)
+                for job, block_ids in zip(answers.jobs, loaded, strict=True):
+                    lost = block_ids[event.good if job.group == self._main else 0 :]
                     self._pool.marks.clear(lost)
-                    serving.exact.difference_update(lost)
-                serving.lossy = max(0, serving.lossy - before + self._lossy_tokens(answers.jobs))
-            if serving.found is not None:
-                serving.found += event.good
+                    request.exact.difference_update(lost)
+                request.lossy = max(0, request.lossy + self._lossy_tokens(loaded))
+            if request.found is not None:
+                request.found += event.good
         self.manager.events(event)
 
     def _let_go(self, store: Store) -> None:
         """Give a store's blocks back to the pool, the tail first."""
-        self._done += reversed(store.block_ids)
+        self._pool.free(store.block_ids[::-1])
         store.block_ids = []
-
-    def _give_back(self) -> None:
-        if self._done:
-            done, self._done = self._done, []
-            self._pool.free(done)
 
     def _refuse_granted(self, now: float) -> None:
         """Take back stores that no worker has been told of."""
@@ -629,21 +535,19 @@ class Driver:
             self._journal.reset()
         name = "" if self._redis is None else self._redis.reset()
         self._refuse_granted(now)
-        self._give_back()
         return name
 
     def halt(self, now: float) -> None:
         """Begin no transfer until `rests` is unset, and give back the blocks of transfers not begun."""
         self.rests = True
         self._refuse_granted(now)
-        self._give_back()
 
     def forget_resident(self, now: float) -> None:
         """Note that the pool has lost all KV. Saved blocks stay valid."""
         self.manager.forget_resident(now)
         self.prefetcher.reset()
-        for serving in self._serving.values():
-            serving.found, serving.computed = None, 0
+        for request in self._requests.values():
+            request.found, request.computed = None, 0
 
     # -- after an error -------------------------------------------------------------------------------
 
@@ -653,17 +557,15 @@ class Driver:
             if (store := self._stores.pop(job.job_id, None)) is not None:
                 self._let_go(store)
         if any(job.request_id is None for job in chain(self._loads, self._ordered.loads)):
-            self._done += self.prefetcher.abandon()
-        self._give_back()
+            self._pool.free(self.prefetcher.abandon())
 
     def drain(self, results: Iterable[TransferResult]) -> None:
         """Give back the blocks of jobs that ended after `abandon`."""
         for result in results:
             if (store := self._stores.get(result.job_id)) is None:
-                self._done += self.prefetcher.drain(result)
-            elif store.answers.add(result):
+                self._pool.free(self.prefetcher.drain(result))
+            elif store.answers.add(result, self._storing):
                 self._let_go(self._stores.pop(result.job_id))
-        self._give_back()
 
     @property
     def has_work(self) -> bool:
@@ -689,11 +591,6 @@ class Driver:
         return self._holding > 0 or self.prefetcher.load is not None
 
     @property
-    def frees_soon(self) -> bool:
-        """True while a prefetch holds blocks, which it gives back soon, so that vLLM need not preempt a request."""
-        return self.prefetcher.load is not None
-
-    @property
     def is_moving(self) -> bool:
         """True while a transfer is under way."""
         return self.holds_blocks or bool(self._loading)
@@ -702,5 +599,5 @@ class Driver:
     def next_deadline(self) -> float:
         """Time of the next due step; infinity for none."""
         said, prefetcher = self.manager.said, self.prefetcher
-        of_sessions = self.manager.due.first, said.ttls.first, said.pins.first, prefetcher.expected.first
+        of_sessions = self.manager.due.least, said.ttls.least, said.pins.least, prefetcher.expected.least
         return min(*of_sessions, prefetcher.look_at, self._look_at)

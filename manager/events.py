@@ -16,19 +16,15 @@ from manthan.manager.pool import Mark
 
 
 class DropCause(StrEnum):
-    """Reason for dropping compressed blocks.
+    """Reason for dropping compressed blocks."""
 
-    BUDGET: no room. REDUNDANT: no room, and the pool has the computed KV. FAILED: the block cannot be read or stored.
-    ABANDONED: no session can use it any more. RESET: all KV is dropped. EXPIRED: past `ttl_s`. RELEASED: on demand.
-    """
-
-    BUDGET = auto()
-    REDUNDANT = auto()
-    FAILED = auto()
-    ABANDONED = auto()
-    RESET = auto()
-    EXPIRED = auto()
-    RELEASED = auto()
+    BUDGET = auto()  # no room
+    REDUNDANT = auto()  # no room, and the pool has the computed KV
+    FAILED = auto()  # the block cannot be read or stored
+    ABANDONED = auto()  # no session can use the block any more
+    RESET = auto()  # all KV is dropped
+    EXPIRED = auto()  # past `ttl_s`
+    RELEASED = auto()  # on demand
 
 
 class Event(Struct, frozen=True):
@@ -36,60 +32,44 @@ class Event(Struct, frozen=True):
 
 
 class Turn(Event, frozen=True):
-    """A request of a session ended.
-
-    tokens, blocks: number of the session's. seconds: time since the request came. found: number of the prompt's tokens
-    that were resident or loaded. lossy: number of found tokens that were decoded or derived.
-    """
+    """A request of a session ended."""
 
     session_id: str
-    tokens: int
-    blocks: int
-    seconds: float
-    found: int
-    lossy: int
+    tokens: int  # of the session
+    blocks: int  # of the session
+    seconds: float  # since the request came
+    found: int  # number of the prompt's tokens that were resident or loaded
+    lossy: int  # number of found tokens that were decoded or derived
 
 
 class Evicted(Event, frozen=True):
-    """A session went cold.
-
-    blocks, tokens: number of the session's. beside: number of blocks of further KV cache groups at its resume points.
-    pool_nbytes: bytes of all these blocks in the pool. stored, stored_nbytes: number and bytes of newly saved blocks.
-    cold_nbytes: bytes of all these blocks, compressed. exact: number of blocks with exact tokens. idle_s: seconds from
-    the last request to the begin of the saving. took_s: seconds of the saving. is_pressed: True if memory was short,
-    False if the session was idle for long enough.
-    """
+    """A session went cold."""
 
     session_id: str
-    blocks: int
-    beside: int
-    tokens: int
-    pool_nbytes: int
-    stored: int
+    blocks: int  # of the session
+    beside: int  # number of blocks of further KV cache groups at the session's resume points
+    tokens: int  # of the session
+    pool_nbytes: int  # of all these blocks in the pool
+    stored: int  # number of newly saved blocks
     stored_nbytes: int
-    cold_nbytes: int
-    exact: int
-    idle_s: float
-    took_s: float
-    is_pressed: bool
+    cold_nbytes: int  # of all these blocks, compressed
+    exact: int  # number of blocks with exact tokens
+    idle_s: float  # seconds from the last request to the begin of the saving
+    took_s: float  # seconds of the saving
+    is_pressed: bool  # true if memory was short, false if the session was idle for long enough
 
 
 class Restored(Event, frozen=True):
-    """A load ended.
-
-    blocks: number of the session's blocks to load. good: number of these before the first failure. beside: number of
-    loaded blocks of further KV cache groups. nbytes: bytes of the compressed blocks. causes: causes of failures.
-    request_id: the request that waited; None for a prefetch.
-    """
+    """A load ended."""
 
     session_id: str
-    blocks: int
-    good: int
-    beside: int
-    nbytes: int
+    blocks: int  # number of the session's blocks to load
+    good: int  # number of these before the first failure
+    beside: int  # number of loaded blocks of further KV cache groups
+    nbytes: int  # of the compressed blocks
     seconds: float
-    causes: Collection[str]
-    request_id: str | None
+    causes: Collection[str]  # of failures
+    request_id: str | None  # of the request that waited; None for a prefetch
 
 
 class Lost(Event, frozen=True):
@@ -128,15 +108,12 @@ class Loading(Event, frozen=True):
 
 
 class BlocksSaved(Event, frozen=True):
-    """Every rank has stored these consecutive blocks. first: position of the first one in the session.
-
-    seconds: time for a block on the slowest rank; None if another engine stored the blocks.
-    """
+    """Every rank has stored these consecutive blocks."""
 
     group: int
     block_hashes: Sequence[bytes]
-    first: int
-    seconds: float | None = None
+    first: int  # position of the first one in the session
+    seconds: float | None = None  # for a block on the slowest rank; None if another engine stored the blocks
 
 
 class BlocksDropped(Event, frozen=True):
@@ -191,15 +168,11 @@ FIRST_BLOCKS = 64  # number of blocks that a rank measures for its first verdict
 
 @dataclass(frozen=True)
 class Verdict:
-    """Measurement by a rank of the error that codecs add to the model's KV.
-
-    measured: for each lossy codec, the configured one first; empty if it failed. compute_s: seconds in which the model
-    computes a token of a prompt; 0 if unknown.
-    """
+    """Measurement by a rank of the error that codecs add to the model's KV."""
 
     rank: int
-    measured: Sequence[Fidelity] = ()
-    compute_s: float = 0.0
+    measured: Sequence[Fidelity] = ()  # for each lossy codec, the configured one first; empty if it failed
+    compute_s: float = 0.0  # seconds in which the model computes a token of a prompt; 0 if unknown
 
     def is_slow(self, choice: int) -> bool:
         """True if loading a token in this codec takes longer than computing the token."""
@@ -207,16 +180,12 @@ class Verdict:
 
 
 class Judged(Event, frozen=True):
-    """The guard has decided on a codec, by the verdict of the worst rank.
-
-    choice, codec: index and name of the codec from now on. is_new: True if it differs from the one before, or if this
-    is the first decision.
-    """
+    """The guard has decided on a codec, by the verdict of the worst rank."""
 
     verdict: Verdict
-    choice: int
-    codec: str
-    is_new: bool
+    choice: int  # index of the codec from now on
+    codec: str  # name of that codec
+    is_new: bool  # true if it differs from the one before, or if this is the first decision
 
     @property
     def is_slow(self) -> bool:

@@ -39,23 +39,18 @@ class Sort(StrEnum):
 
 
 class Query(NamedTuple):
-    """Filter and order of a list of sessions. A filter of None passes all.
-
-    bound: tenant that asks, and sees only its own sessions, with the ids that it gave. tenant: tenant of the sessions.
-    tier: name of a tier that has some of the session's blocks. prefix: begin of the ids. offset: number of sessions
-    before the page.
-    """
+    """Filter and order of a list of sessions. A filter of None passes all."""
 
     states: Collection[SessionState] | None = None
-    bound: str | None = None
-    tenant: str | None = None
-    tier: str | None = None
+    bound: str | None = None  # tenant that asks, and sees only its own sessions, with the ids that it gave
+    tenant: str | None = None  # of the sessions
+    tier: str | None = None  # name of a tier that has some of the session's blocks
     pinned: bool | None = None
-    prefix: str = ""
+    prefix: str = ""  # of the ids
     sort: Sort = Sort.LAST_USED
     descending: bool = True
     limit: int = 100
-    offset: int = 0
+    offset: int = 0  # number of sessions before the page
 
 
 @dataclass(frozen=True)
@@ -109,10 +104,10 @@ Key: TypeAlias = tuple[float | str, str]
 
 
 class Page(NamedTuple):
-    """Page of a list. total: number of sessions on all pages. keys: sort keys of the sessions on this page."""
+    """Page of a list."""
 
-    total: int
-    keys: list[Key]
+    total: int  # number of sessions on all pages
+    keys: list[Key]  # of the sessions on this page
     sessions: list[SessionInfo]
 
 
@@ -173,7 +168,7 @@ class Listing:
             hot_blocks=hot,
             cold_blocks=len(saved),
             hot_bytes=hot * shape.pool_nbytes,
-            cold_bytes=self._nbytes(saved) + self._nbytes(points),
+            cold_bytes=self._blocks.nbytes_of(saved) + self._blocks.nbytes_of(points),
             tiers={
                 name: held for tier, name in enumerate(self._tiers) if (held := self._held(tier, saved, points)).bytes
             },
@@ -193,11 +188,8 @@ class Listing:
     def _held(self, tier: int, saved: Rows, points: Rows) -> Held:
         has = np.array([self._fronts.has(tier, moved) for moved in range(self._fronts.all_moved + 1)])
         saved, points = saved[has[self._blocks.moved[saved]]], points[has[self._blocks.moved[points]]]
-        nbytes = self._nbytes(saved) + self._nbytes(points)
+        nbytes = self._blocks.nbytes_of(saved) + self._blocks.nbytes_of(points)
         return Held(len(saved) * self._table.shape.block_tokens, len(saved), nbytes)
-
-    def _nbytes(self, rows: Rows) -> int:
-        return int(self._blocks.nbytes[rows].sum(dtype=np.int64))
 
     # -- filter and order -----------------------------------------------------------------------------
 
@@ -222,24 +214,18 @@ class Listing:
 
     def _value(self, sort: Sort) -> Callable[[Session], float | str]:
         """Return a function from a session to the value of a sort key."""
-        match sort:
-            case Sort.LAST_USED:
-                return attrgetter("last_used")
-            case Sort.EXPECTED:
-                return lambda session: math.inf if session.expected is None else session.expected
-            case Sort.STATE:
-                return lambda session: STATES.index(session.state)
-            case Sort.ID:
-                return attrgetter("session_id")
-            case Sort.COLD_BYTES:
-                return self._cold_nbytes
-            case Sort.HOT_BYTES:
-                return self._resident().__getitem__
-            case Sort.TOKENS:
-                return lambda session: len(session.rows)
+        values: dict[Sort, Callable[[Session], float | str]] = {
+            Sort.LAST_USED: attrgetter("last_used"),
+            Sort.TOKENS: lambda session: len(session.rows),
+            Sort.COLD_BYTES: self._cold_nbytes,
+            Sort.ID: attrgetter("session_id"),
+            Sort.STATE: lambda session: STATES.index(session.state),
+            Sort.EXPECTED: lambda session: math.inf if session.expected is None else session.expected,
+        }
+        return self._resident().__getitem__ if sort is Sort.HOT_BYTES else values[sort]
 
     def _cold_nbytes(self, session: Session) -> int:
-        points = self._nbytes(session.point_rows) if session.points else 0
+        points = self._blocks.nbytes_of(session.point_rows) if session.points else 0
         return self._saved(session) * self._table.shape.cold_nbytes + points
 
     def _saved(self, session: Session) -> int:

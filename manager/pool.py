@@ -16,15 +16,11 @@ Asker: TypeAlias = Owner | tuple[str, str, str]
 
 
 class Mark(IntEnum):
-    """Origin of a resident block's KV.
+    """Origin of a resident block's KV."""
 
-    EXACT: computed from exact blocks, or restored bit for bit by the exact codec. DERIVED: computed behind a decoded
-    block. DECODED: written by a lossy codec. Decoded KV is never encoded again.
-    """
-
-    EXACT = 0
-    DERIVED = 1
-    DECODED = 2
+    EXACT = 0  # computed from exact blocks, or restored bit for bit by the exact codec
+    DERIVED = 1  # computed behind a decoded block
+    DECODED = 2  # written by a lossy codec, and never encoded again
 
 
 MARKS = tuple(Mark)  # marks by number. A lookup is ten times as fast as a call of `Mark`
@@ -161,7 +157,7 @@ class Runway:
     """
 
     def __init__(self, pool: Pool, ahead: int) -> None:
-        self._pool, self.ahead, self._left = pool, ahead, 0
+        self.pool, self.ahead, self._left = pool, ahead, 0
 
     def taken(self, at_most: int) -> None:
         """Note that at most so many blocks were taken from the head of the queue."""
@@ -174,5 +170,5 @@ class Runway:
     def length(self, wanted: int) -> int:
         """Return the number of blocks. A result below `wanted` is exact; others may be too low."""
         if self._left < wanted:
-            self._left = self._pool.runway(max(wanted, self.ahead))
+            self._left = self.pool.runway(max(wanted, self.ahead))
         return self._left

@@ -22,29 +22,19 @@ class Transfer:
 
     The blocks of a store are consecutive, and have the same codec, mark and tenant. A request's load is one job for
     each group, all with the request's id and all in the same step.
-
-    job_id: unique in the engine's life.
-    block_hashes: of the blocks, in the order of the tokens.
-    block_ids: int32, block of the paged cache to read or write.
-    first_token: of a store, position in the session of the first block's first token.
-    exact_tokens: of a store, number of the session's exact first tokens.
-    codec: of a store, the name of the blocks' codec; empty for the configured codec.
-    mark: of a store, the mark of the blocks, written into their headers.
-    tenant: owner of the blocks.
-    request_id: of a load, the waiting request; None without one.
     """
 
-    job_id: int
+    job_id: int  # unique in the engine's life
     direction: Literal["store", "load"]
     group: int
-    block_hashes: Sequence[bytes]
-    block_ids: NDArray[np.int32]
-    first_token: int = 0
-    exact_tokens: int = 0
-    codec: str = ""
-    mark: Mark = Mark.EXACT
-    tenant: str = ""
-    request_id: str | None = None
+    block_hashes: Sequence[bytes]  # in the order of the tokens
+    block_ids: NDArray[np.int32]  # blocks of the paged cache to read or write
+    first_token: int = 0  # of a store, position in the session of the first block's first token
+    exact_tokens: int = 0  # of a store, number of the session's exact first tokens
+    codec: str = ""  # of a store, name of the blocks' codec; empty for the configured codec
+    mark: Mark = Mark.EXACT  # of a store, mark of the blocks, written into their headers
+    tenant: str = ""  # owner of the blocks
+    request_id: str | None = None  # of a load, the waiting request; None without one
 
     def __len__(self) -> int:
         return len(self.block_hashes)
@@ -65,20 +55,17 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class TransferResult:
-    """Result of a transfer on a rank.
-
-    nbytes: int64, bytes of each compressed block in the tier (store) or in total (load); 0 for a failed block.
-    inner: of a store, by index in the job, the bytes of a block's first part, of two parts, and so on, without the
-        total. Only blocks with refinements, in a tier able to trim.
-    failed: by index in the job, the cause, a metric's label. Of a load, no block behind the first failure is loaded.
-    seconds: duration of the job.
-    """
+    """Result of a transfer on a rank. Of a load, no block behind the first failure is loaded."""
 
     job_id: int
-    nbytes: NDArray[np.int64]
-    failed: dict[int, str] = field(default_factory=dict)
-    seconds: float = 0.0
+    nbytes: NDArray[np.int64]  # of each compressed block in the tier (store) or in total (load); 0 for a failed block
+    failed: dict[int, str] = field(default_factory=dict)  # by index in the job, the cause, a metric's label
+    seconds: float = 0.0  # duration of the job
     inner: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Of a store, by index in the job, the bytes of a block's first part, of two parts, and so on, without the total.
+
+    Only blocks with refinements, in a tier able to trim.
+    """
 
     @classmethod
     def refused(cls, job: Transfer, cause: str) -> "TransferResult":
@@ -88,20 +75,17 @@ class TransferResult:
 
 
 class Answers:
-    """Jobs settled together, with the ranks' results so far.
+    """Jobs settled together, with the ranks' results so far. session_id: of a load."""
 
-    ranks: number of results of each job. session_id: of a load.
-    """
-
-    def __init__(self, jobs: Sequence[Transfer], ranks: int, session_id: str = "") -> None:
-        self.jobs, self._ranks, self._session_id = jobs, ranks, session_id
+    def __init__(self, jobs: Sequence[Transfer], session_id: str = "") -> None:
+        self.jobs, self._session_id = jobs, session_id
         self.results: list[TransferResult] = []
 
-    def add(self, result: TransferResult) -> bool:
-        """Add a result, once. Return True if all results are there now."""
+    def add(self, result: TransferResult, ranks: int) -> bool:
+        """Add a result, once. Return True if the results of so many `ranks` are there now."""
         if all(result is not other for other in self.results):
             self.results.append(result)
-        return len(self.results) >= self._ranks * len(self.jobs)
+        return len(self.results) >= ranks * len(self.jobs)
 
     @property
     def failed(self) -> dict[BlockName, str]:

@@ -11,33 +11,20 @@ from manthan.policies.ranking import Ranking
 
 
 class SessionView(NamedTuple):
-    """Facts about a session. Times are seconds on the manager's clock.
-
-    tokens: number of tokens in the session's full blocks.
-    nbytes: approximate bytes of these blocks in a tier, compressed, on all ranks.
-    created: time of the session's first request.
-    last_used: time at which a request last began or ended.
-    uses: number of requests up to now, the running request included.
-    gap: seconds from the end of the request before to the begin of the newest; None before the second request.
-    added_tokens: number of tokens of the newest request that were not known before.
-    answer_tokens: number of tokens that the newest request generated.
-    left_tokens: number of earlier tokens that the newest request changed or left out.
-    expected: time at which the client said that it would return; None if it said nothing.
-    ending: the tool that the client waits for, or else how the last answer ended; empty if unknown.
-    """
+    """Facts about a session. Times are seconds on the manager's clock."""
 
     session_id: str
-    tokens: int = 0
-    nbytes: int = 0
-    created: float = 0.0
-    last_used: float = 0.0
-    uses: int = 1
-    gap: float | None = None
-    added_tokens: int = 0
-    answer_tokens: int = 0
-    left_tokens: int = 0
-    expected: float | None = None
-    ending: str = ""
+    tokens: int = 0  # number of tokens in the session's full blocks
+    nbytes: int = 0  # approximate bytes of these blocks in a tier, compressed, on all ranks
+    created: float = 0.0  # time of the session's first request
+    last_used: float = 0.0  # time at which a request last began or ended
+    uses: int = 1  # number of requests up to now, the running request included
+    gap: float | None = None  # seconds between the two newest requests; None before the second request
+    added_tokens: int = 0  # number of tokens of the newest request that were not known before
+    answer_tokens: int = 0  # number of tokens that the newest request generated
+    left_tokens: int = 0  # number of earlier tokens that the newest request changed or left out
+    expected: float | None = None  # time at which the client said that it would return; None if it said nothing
+    ending: str = ""  # tool that the client waits for, or else how the last answer ended; empty if unknown
 
 
 class PolicyOptions(BaseModel):

@@ -6,14 +6,14 @@ and the cache is smaller by the same factor, it finds about the same share of th
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator, Sequence
+from typing import Any
 from zlib import crc32
 
 from manthan.policies.base import EvictionPolicy, SessionView, in_order
 from manthan.policies.lru import LRU
 from manthan.policies.return_model import ReturnModel
-from manthan.policies.returns import Returns, ReturnsOptions
+from manthan.policies.returns import Returns
 
 DECAY = 0.5 ** (1 / 512)  # factor on the weight of what was found, at each later request: a half after 512
 SURE = 1.25
@@ -107,7 +107,7 @@ class ShadowCache:
             self.kept[session_id] = nbytes
 
 
-class Mixture(EvictionPolicy):
+class Mixture(Returns):
     """Names the victims of lru, or of a prediction of returns (see `Returns`) while that finds more.
 
     Shadows as large as the real cache measure the bytes that each finds. lru leads until the prediction has surely
@@ -115,14 +115,8 @@ class Mixture(EvictionPolicy):
     of the id, with room scaled down alike. Each call takes O(log n).
     """
 
-    name: ClassVar[str] = "returns"
-    Options: ClassVar[type[ReturnsOptions]] = ReturnsOptions
-    options: ReturnsOptions
-
     def __init__(self, options: Any = None, model: ReturnModel | None = None) -> None:
-        super().__init__(options)
-        self._returns = Returns(self.options, model)
-        self.model = self._returns.model
+        super().__init__(options, model)
         self._present: OrderedDict[str, int] = OrderedDict()
         """Bytes of the sessions in the cache, least recently used first. A session takes at least one byte."""
         self._nbytes = 0
@@ -138,18 +132,13 @@ class Mixture(EvictionPolicy):
         self._looks = 0
         self._last = self._offered = ""  # ids of the session used last, and of the latest victim
 
-    @classmethod
-    def family(cls, options: Any = None) -> Callable[[], Self]:
-        first = cls(options)
-        return lambda: cls(options, first.model)
-
     def used(self, session: SessionView) -> None:
         session_id = self._last = session.session_id
         self._offered = ""
         nbytes = max(1, session.nbytes)
         self._nbytes += nbytes - self._present.pop(session_id, 0)
         self._present[session_id] = nbytes
-        self._returns.used(session)
+        super().used(session)
         if self._is_sampled(session_id):
             self._tell_shadows(session)
 
@@ -165,7 +154,7 @@ class Mixture(EvictionPolicy):
         self._left(session_id)
 
     def superseded(self, session_id: str) -> None:
-        self._returns.superseded(session_id)
+        super().superseded(session_id)
         if session_id in self._told:
             self._origins[self._told[session_id][1]] = session_id
         for shadow in self._shadows:
@@ -174,13 +163,13 @@ class Mixture(EvictionPolicy):
     def victims(self) -> Iterator[str]:
         room = self._nbytes - self._present.get(self._last, 0)
         self._room += (DRIFT if self._room else 1.0) * (room - self._room)
-        for victim in in_order(self._present) if self._contest.leader == "lru" else self._returns.victims():
+        for victim in in_order(self._present) if self._contest.leader == "lru" else super().victims():
             self._offered = victim
             yield victim
 
     def _left(self, session_id: str) -> None:
         self._nbytes -= self._present.pop(session_id, 0)
-        self._returns.forget(session_id)
+        super().forget(session_id)
         if (session := self._running.pop(session_id, None)) is not None:
             self._request(session)
 
@@ -192,15 +181,14 @@ class Mixture(EvictionPolicy):
 
         If each request is reported once only, a request is played when the next one is reported.
         """
-        session_id = session.session_id
-        before = self._running.pop(session_id, None)
-        if before is not None and before.uses != session.uses:
-            self._request(before)
-            before = None
-        if before is not None:
+        before = self._running.pop(session.session_id, None)
+        if before is not None and before.uses == session.uses:
             self._request(session)
-        elif session_id not in self._told or self._told[session_id][0] != session.uses:
-            self._running[session_id] = session
+            return
+        if before is not None:
+            self._request(before)
+        if self._told.get(session.session_id, (None,))[0] != session.uses:
+            self._running[session.session_id] = session
 
     def _request(self, session: SessionView) -> None:
         """Play a sampled session's ended request in the shadows."""

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Iterator
 from itertools import count
+from math import inf
 
 from msgspec import Struct
 
@@ -34,6 +35,12 @@ class Ranking:
         entry = self._entries.get(key)
         return None if entry is None else entry.rank
 
+    @property
+    def least(self) -> float:
+        """The least number; infinity without keys."""
+        first = self.first()
+        return inf if first is None else first.rank
+
     def set(self, key: str, rank: float, age: float | None = None) -> None:
         """Give a key a number. Among equal numbers the least `age` is first; None stands for the order of calls."""
         self._entries[key] = entry = Entry(rank, next(self._count) if age is None else age, key)
@@ -51,6 +58,12 @@ class Ranking:
         while self._heap and self._entries.get(self._heap[0].key) is not self._heap[0]:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
+
+    def pop_until(self, rank: float) -> Iterator[str]:
+        """Yield the keys whose number is at most `rank`, and remove them."""
+        while self.least <= rank and (first := self.first()):
+            self.discard(first.key)
+            yield first.key
 
     def in_order(self) -> Iterator[str]:
         """Yield the keys in order. During the iteration keys may be removed, but `set` must not be called."""

@@ -41,23 +41,17 @@ LARGEST_STEP = 1.5  # largest change of a coefficient in a step of Newton's meth
 
 @dataclass(slots=True)
 class History:
-    """Facts about a session's requests until now. A pause is the time between two requests.
+    """Facts about a session's requests until now. A pause is the time between two requests."""
 
-    number: number of the newest request, counted over all sessions. uses: `SessionView.uses` at that request. pauses:
-    number of pauses. last, recent, lasting: logarithm of the last pause's seconds, and two moving averages. longest:
-    maximum of the logarithms, which slowly falls. said: seconds until the return that the client announced. kept: the
-    last pause divided by the announced pause; -1 without an announcement.
-    """
-
-    number: int = -1
-    uses: int = 0
-    pauses: int = 0
-    last: float = USUAL
-    recent: float = USUAL
-    lasting: float = USUAL
-    longest: float = USUAL
-    said: float | None = None
-    kept: float = -1.0
+    number: int = -1  # of the newest request, counted over all sessions
+    uses: int = 0  # `SessionView.uses` at that request
+    pauses: int = 0  # number of pauses
+    last: float = USUAL  # logarithm of the last pause's seconds
+    recent: float = USUAL  # moving average of the logarithms
+    lasting: float = USUAL  # slower moving average
+    longest: float = USUAL  # maximum of the logarithms, which slowly falls
+    said: float | None = None  # seconds until the return that the client announced
+    kept: float = -1.0  # the last pause divided by the announced pause; -1 without an announcement
 
     def add(self, pause: float) -> None:
         """Note a pause in seconds."""

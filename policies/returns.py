@@ -68,7 +68,7 @@ class Returns(EvictionPolicy):
 
     def superseded(self, session_id: str) -> None:
         if session_id in self._index:
-            self.forget(session_id)
+            Returns.forget(self, session_id)  # a subclass may do more
             self._superseded[session_id] = None
 
     def victims(self) -> Iterator[str]:

@@ -162,7 +162,9 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.driver.holds_any() if has_work is None else has_work
 
     def has_pending_block_frees(self) -> bool:
-        return not self._is_broken and self.scheduler.driver.frees_soon
+        return (
+            not self._is_broken and self.scheduler.driver.prefetcher.load is not None
+        )  # it gives its blocks back soon
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
         return self._ask(self.scheduler.take_events, otherwise=())

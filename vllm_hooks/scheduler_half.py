@@ -27,10 +27,10 @@ from manthan.manager.guard import Choice, Guard
 from manthan.manager.histories import Histories
 from manthan.manager.pool import Asker
 from manthan.manager.session.blocks import SAVED
-from manthan.manager.session.manager import PointParts, SessionManager, Shares
+from manthan.manager.session.manager import PointParts, SessionManager
 from manthan.manager.session.persist import JournalLink, RedisLink
 from manthan.manager.session.prefetch import LEAD_S, lead_s
-from manthan.manager.session.table import SessionState
+from manthan.manager.session.table import SessionState, Shares
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.tiers.redis_schema import FALL
 from manthan.manager.transfer import on_each
@@ -292,17 +292,17 @@ class SchedulerHalf:
             tail = np.array(prompt[len(prompt) // self._block_size * self._block_size :], np.int64).tobytes()
         self._requests[request.request_id] = request
         self.telemetry.began(request, hints)
-        self.driver.started(
+        started = self.manager.request_started(
             request.request_id,
             self._keys(request),
             request.session_id or None,
             time.monotonic(),
             tokens=request.num_prompt_tokens,
-            blocks=self._blocks(request),
             hints=hints,
             tenant=tenant_of(request),
             tail=tail,
         )
+        self.driver.started(started, self._blocks(request))
         if self._waiting is not None:
             self._waiting.update(request, self._to_compute(request))
 

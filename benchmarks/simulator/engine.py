@@ -211,15 +211,15 @@ class EngineReplay:
         self._is_measuring = number >= self.setup.first_measured
         request = _Request(number, str(number), self.requests[number])
         traced = request.traced
-        self._driver.started(
+        started = self.manager.request_started(
             request.name,
             traced.hashes[: traced.prompt_blocks],
             traced.session,
             self.now,
             tokens=traced.input_tokens,
-            blocks=traced.asked_blocks(self.setup.block_tokens),
             hints=traced.hints,
         )
+        self._driver.started(started, traced.asked_blocks(self.setup.block_tokens))
         self._waiting.append(request)
 
     def _admit(self) -> None:
@@ -229,7 +229,9 @@ class EngineReplay:
             request, block_tokens = self._waiting[0], self.setup.block_tokens
             traced = request.traced
             usable, blocks = traced.usable_blocks(block_tokens), traced.asked_blocks(block_tokens)
-            hits = self._pool.hit(traced.hashes[:usable], partial(self._driver.serves, request.name))
+            hits = self._pool.hit(
+                traced.hashes[:usable], partial(self._pool.marks.serves, asker=self._driver.asker(request.name))
+            )
             cold = self._driver.matched(request.name, len(hits), usable, blocks, self.now)
             if cold is None:
                 passed.append(self._waiting.popleft())

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from manthan.benchmarks.simulator.traces import TracedRequest
 from manthan.manager.events import DropCause, Events
-from manthan.manager.pool import Mark
+from manthan.manager.pool import Mark, Runway
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.manager.session.manager import SessionManager
 from manthan.policies import EvictionPolicy, PolicyOptions
@@ -50,7 +50,7 @@ def one_cache(
     """
     shape = MemoryShape({0: GroupShape(block_tokens, 1, {0: 1}, is_lossless=True)})
     manager = SessionManager(policy, shape, capacity, 0.0, Events(), options=options)
-    manager.bind(_WholePool(), 0, lambda: None)  # type: ignore[arg-type]
+    manager.bind(Runway(_WholePool(), 0))  # type: ignore[arg-type]
     found = []
     for number, traced in enumerate(requests):
         name, now, prompt = str(number), traced.at, traced.hashes[: traced.prompt_blocks]
@@ -61,7 +61,7 @@ def one_cache(
         tokens = traced.input_tokens + traced.output_tokens
         manager.request_finished(name, traced.hashes, now, tokens=tokens, ending=traced.stop)
         for plan in manager.plan_stores(now, room=len(traced.hashes), wanted=0):
-            manager.stored(plan, dict.fromkeys(range(len(plan.rows)), 1), now, 0.0)
+            manager.stored(plan, dict.fromkeys(range(len(plan.rows)), 1), now, {})
         session = request.session
         if manager.table.by_id.get(session.session_id) is session and not session.is_cold:  # the rest did not fit
             manager.cut(session, manager.blocks.saved_prefix(session.rows), DropCause.ABANDONED)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,10 +30,6 @@ _FIRST_ROWS = 256
 _AT_ONCE = 1 << 18  # rows entered into a new index at a time
 # Odd constants that spread a block hash's words over the index.
 _SPREAD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
-_COLUMNS = (
-    *("group", "depth", "users", "holds", "pins", "status", "nbytes", "reserved", "exact", "mark", "level", "inner"),
-    *("moved", "tenant", "origin", "_slot"),
-)
 
 
 class Level(NamedTuple):
@@ -49,23 +45,17 @@ LEVELS = Level(0.032, 20), Level(0.0075, 12), Level(0.00096, 8), Level(0.00012, 
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """Sizes of a block of a KV cache group, all ranks together.
-
-    tokens: number of tokens in a block. pool_nbytes: bytes in the pool. bounds: the most bytes of a compressed block,
-    by its number of exact first tokens; always has 0. typical: bytes to expect without exact tokens; 0 for the bound.
-    codec: name of the codec; empty for the configured codec. is_lossless: True if the codec keeps every bit. levels:
-    number of levels of a new block: 1, and 1 for each refinement. level: level of a block whose refinements are
-    unknown; for a codec without refinements, the level of LEVELS with about the same divergence.
-    """
+    """Sizes of a block of a KV cache group, all ranks together."""
 
     tokens: int
     pool_nbytes: int
-    bounds: Mapping[int, int]
-    typical: int = 0
-    codec: str = ""
-    is_lossless: bool = False
-    levels: int = 1
+    bounds: Mapping[int, int]  # most bytes of a compressed block, by its number of exact first tokens; always has 0
+    typical: int = 0  # bytes to expect without exact tokens; 0 for the bound
+    codec: str = ""  # name of the codec; empty for the configured codec
+    is_lossless: bool = False  # true if the codec keeps every bit
+    levels: int = 1  # number of levels of a new block: 1, and 1 for each refinement
     level: int = 0
+    """Level of a block whose refinements are unknown. Without refinements, that of LEVELS with a similar divergence."""
 
     @property
     def cold_nbytes(self) -> int:
@@ -75,15 +65,12 @@ class GroupShape:
 
 @dataclass(frozen=True)
 class MemoryShape:
-    """Sizes of the blocks of all stored KV cache groups.
-
-    main: the group whose block hashes make up sessions. stores_main: False if no layer looks back over a whole session.
-    Then only blocks of resume points are stored.
-    """
+    """Sizes of the blocks of all stored KV cache groups."""
 
     groups: Mapping[int, GroupShape]
-    main: int = 0
+    main: int = 0  # group whose block hashes make up sessions
     stores_main: bool = True
+    """False if no layer looks back over a whole session. Then only blocks of resume points are stored."""
 
     @cached_property
     def session_group(self) -> int:
@@ -124,53 +111,38 @@ class MemoryShape:
 
 
 class FrontTier(NamedTuple):
-    """Tier in front of a slower tier.
+    """Tier in front of a slower tier."""
 
-    nbytes: budget. fills_on_read: True if blocks read from a slower tier come back to the front tier.
-    """
-
-    nbytes: int
-    fills_on_read: bool
+    nbytes: int  # budget
+    fills_on_read: bool  # true if blocks read from a slower tier come back to the front tier
 
 
 class BlockTable:
     """All blocks used, held, pinned, saved or being stored.
 
-    A row without any of these is freed. Columns, readable by all:
-
-    group, depth: KV cache group, and position among the blocks of the session and group.
-    users: number of sessions, or resume points, that have the block.
-    holds: number of running requests that have the block in their prompt.
-    pins: number of loads reading the block now. A pinned block is never dropped.
-    status: SAVED if every rank has the block in a tier, STORING during a store.
-    nbytes, exact, mark: of the compressed block: size, number of exact tokens, and mark of the encoded KV.
-    level: number of refinements of the compressed block; see `GroupShape.level` for a block without refinements.
-    inner: bytes of the first part, of the first two parts, and so on, without the total; then zeros.
-    reserved: bytes reserved for the store under way, the most that it may take.
-    tenant: number of the tenant whose share counts the block, see `tenant_number`.
-    origin: number of a session with the block; 0 if unknown.
-    moved: bit n is set if the block has left front tier n, by estimate. The fastest tier is 0.
+    A row without any of these is freed. All may read the columns.
     """
 
     def __init__(self) -> None:
-        self._hash_nbytes = 0
         self._hashes = np.zeros((_FIRST_ROWS, 0), np.uint64)
-        self.group = np.zeros(_FIRST_ROWS, np.int8)
-        self.depth = np.zeros(_FIRST_ROWS, np.int32)
-        self.users = np.zeros(_FIRST_ROWS, np.int32)
-        self.holds = np.zeros(_FIRST_ROWS, np.int32)
-        self.pins = np.zeros(_FIRST_ROWS, np.int16)
-        self.status = np.zeros(_FIRST_ROWS, np.uint8)
-        self.nbytes = np.zeros(_FIRST_ROWS, np.uint32)
-        self.reserved = np.zeros(_FIRST_ROWS, np.uint32)
-        self.exact = np.zeros(_FIRST_ROWS, np.uint16)
-        self.mark = np.zeros(_FIRST_ROWS, np.uint8)
-        self.level = np.zeros(_FIRST_ROWS, np.uint8)
+        self.group = np.zeros(_FIRST_ROWS, np.int8)  # KV cache group
+        self.depth = np.zeros(_FIRST_ROWS, np.int32)  # position among the blocks of the session and group
+        self.users = np.zeros(_FIRST_ROWS, np.int32)  # number of sessions, or resume points, that have the block
+        self.holds = np.zeros(_FIRST_ROWS, np.int32)  # number of running requests that have the block in their prompt
+        self.pins = np.zeros(_FIRST_ROWS, np.int16)  # number of loads reading the block now; it is never dropped then
+        self.status = np.zeros(_FIRST_ROWS, np.uint8)  # SAVED if every rank has the block in a tier, STORING in a store
+        self.nbytes = np.zeros(_FIRST_ROWS, np.uint32)  # of the compressed block
+        self.reserved = np.zeros(_FIRST_ROWS, np.uint32)  # most bytes that the store under way may take
+        self.exact = np.zeros(_FIRST_ROWS, np.uint16)  # number of exact tokens of the compressed block
+        self.mark = np.zeros(_FIRST_ROWS, np.uint8)  # of the encoded KV
+        self.level = np.zeros(_FIRST_ROWS, np.uint8)  # number of refinements; without any, see `GroupShape.level`
         self.inner = np.zeros((_FIRST_ROWS, MOST_INNER), np.uint32)
-        self.moved = np.zeros(_FIRST_ROWS, np.uint8)
-        self.tenant = np.zeros(_FIRST_ROWS, np.int32)
-        self.origin = np.zeros(_FIRST_ROWS, np.int32)
-        self._slot = np.zeros(_FIRST_ROWS, np.int32)
+        """Bytes of the first part, of the first two parts, and so on, without the total; then zeros."""
+        self.moved = np.zeros(_FIRST_ROWS, np.uint8)  # bit n: has left front tier n, by estimate; the fastest is 0
+        self.tenant = np.zeros(_FIRST_ROWS, np.int32)  # whose share counts the block; see `tenant_number`
+        self.origin = np.zeros(_FIRST_ROWS, np.int32)  # number of a session with the block; 0 if unknown
+        self._slot = np.zeros(_FIRST_ROWS, np.int32)  # in the index
+        self._columns = list(vars(self))
         self._free = np.arange(_FIRST_ROWS, dtype=np.int32)[::-1].copy()
         self._free_count = _FIRST_ROWS
         self._index = np.full(2 * _FIRST_ROWS, _EMPTY, np.int32)
@@ -196,81 +168,77 @@ class BlockTable:
 
     # -- names ----------------------------------------------------------------------------------------
 
-    def find(self, group: int, block_hashes: Sequence[bytes]) -> Rows:
-        """Return the row of each block of a group, -1 for a block without a row."""
-        if not block_hashes or not self._hash_nbytes:
+    def find(self, groups: ArrayLike, block_hashes: Sequence[bytes]) -> Rows:
+        """Return the row of each block, -1 for a block without a row. groups: group of each block, or of all."""
+        if not block_hashes or not len(self):
             return np.full(len(block_hashes), -1, np.int32)
-        return self._probe(group, self._words(block_hashes))
+        return self._probe(_for_each(groups, block_hashes), self._words(block_hashes))
 
     def row(self, group: int, block_hash: bytes) -> int:
         """Return a block's row, or -1."""
         return int(self.find(group, [block_hash])[0])
 
-    def enter(self, group: int, block_hashes: Sequence[bytes], depths: ArrayLike, likely: Rows = NO_ROWS) -> Rows:
-        """Return the rows of blocks of a group. Unknown blocks get new rows.
+    def enter(
+        self, groups: ArrayLike, block_hashes: Sequence[bytes], depths: ArrayLike, likely: Rows = NO_ROWS
+    ) -> Rows:
+        """Return the rows of blocks. Unknown blocks get new rows.
 
         Args:
-            block_hashes: none twice.
+            groups: group of each block, or of all.
+            block_hashes: none twice in a group.
             depths: depth of each block, or of the first if the blocks are consecutive.
-            likely: rows of the group that the first blocks probably have. They need no search then.
+            likely: rows of the groups that the first blocks probably have. They need no search then.
 
         Raises:
             ValueError: Block hashes have different lengths.
         """
         if not block_hashes:
             return NO_ROWS
-        if not self._hash_nbytes:
-            self._hash_nbytes = len(block_hashes[0])
-            self._hashes = np.zeros((len(self._free), -(-self._hash_nbytes // 8)), np.uint64)
-        words, likely = self._words(block_hashes), likely[: len(block_hashes)]
+        if not self._hashes.shape[1]:
+            self._hashes = np.zeros((len(self._free), len(block_hashes[0]) // 8), np.uint64)
+        numbers, words, likely = _for_each(groups, block_hashes), self._words(block_hashes), likely[: len(block_hashes)]
         known = first_false((self._hashes[likely] == words[: len(likely)]).all(axis=1))
-        rows = np.concatenate([likely[:known], self._probe(group, words[known:])])
-        if (rows < 0).any():
+        rows = np.concatenate([likely[:known], self._probe(numbers[known:], words[known:])])
+        new = np.nonzero(rows < 0)[0]
+        if len(new):
             places = np.asarray(depths, np.int32)
             if places.ndim == 0:
                 places = places + np.arange(len(rows), dtype=np.int32)
-            new = np.nonzero(rows < 0)[0]
-            rows[new] = self._add(group, words[new], places[new])
+            rows[new] = self._add(numbers[new], words[new], places[new])
         return rows
 
     def hashes(self, rows: Rows) -> list[bytes]:
         """Return the block hashes of rows."""
         if not len(rows):
             return []
-        own = self._hashes[rows].view(np.uint8)[:, : self._hash_nbytes]
-        found: list[bytes] = np.ascontiguousarray(own).view(f"V{self._hash_nbytes}").ravel().tolist()
+        found: list[bytes] = self._hashes[rows].view(f"V{8 * self._hashes.shape[1]}").ravel().tolist()
         return found
 
     def name(self, row: int) -> BlockName:
         """Return the group and the block hash of a row."""
-        return int(self.group[row]), self._hashes[row].tobytes()[: self._hash_nbytes]
+        return int(self.group[row]), self._hashes[row].tobytes()
 
     def _words(self, block_hashes: Sequence[bytes]) -> NDArray[np.uint64]:
-        length, width = self._hash_nbytes, self._hashes.shape[1]
-        joined = b"".join(block_hashes)
+        length, joined = 8 * self._hashes.shape[1], b"".join(block_hashes)
         if len(joined) != length * len(block_hashes) or len(block_hashes[0]) != length:
             raise ValueError(f"a block hash must have {length} bytes, as the first one had")
-        if length % 8:
-            padded = np.zeros((len(block_hashes), 8 * width), np.uint8)
-            padded[:, :length] = np.frombuffer(joined, np.uint8).reshape(-1, length)
-            return padded.view(np.uint64)
-        return np.frombuffer(joined, np.uint64).reshape(-1, width)
+        return np.frombuffer(joined, np.uint64).reshape(len(block_hashes), -1)
 
-    def _slots(self, groups: ArrayLike, words: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def _slots(self, groups: NDArray[np.int8], words: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the slot of the index at which the search for each block begins."""
         spread = _SPREAD[np.arange(words.shape[1]) % len(_SPREAD)]
-        mixed = words @ spread + np.asarray(groups, np.int64).astype(np.uint64)
+        mixed = words @ spread + groups.astype(np.uint64)
         mixed = (mixed ^ (mixed >> np.uint64(32))) * _SPREAD[0]
         slots: NDArray[np.int64] = (mixed >> np.uint64(65 - len(self._index).bit_length())).astype(np.int64)
         return slots
 
-    def _probe(self, group: int, words: NDArray[np.uint64]) -> Rows:
+    def _probe(self, groups: NDArray[np.int8], words: NDArray[np.uint64]) -> Rows:
         found = np.full(len(words), -1, np.int32)
-        left, slots, last = np.arange(len(words)), self._slots(group, words), len(self._index) - 1
+        left, slots, last = np.arange(len(words)), self._slots(groups, words), len(self._index) - 1
         while len(left):
             rows = self._index[slots]
             taken = rows >= 0
-            same = taken & (self.group[rows] == group)
+            same = taken & (self.group[rows] == groups[left])
             for stored, asked in zip(self._hashes[rows].T, words[left].T, strict=True):  # faster than `all(axis=1)`
                 same &= stored == asked
             found[left[same]] = rows[same]
@@ -278,7 +246,7 @@ class BlockTable:
             left, slots = left[more], (slots[more] + 1) & last
         return found
 
-    def _add(self, group: int, words: NDArray[np.uint64], depths: NDArray[np.int32]) -> Rows:
+    def _add(self, groups: NDArray[np.int8], words: NDArray[np.uint64], depths: NDArray[np.int32]) -> Rows:
         count = len(words)
         while self._free_count < count:
             self._grow()
@@ -289,8 +257,8 @@ class BlockTable:
         self._hashes[rows] = words
         for column in (self.exact, self.mark, self.level, self.tenant, self.origin):  # others are 0 in a free row
             column[rows] = 0
-        self.group[rows], self.depth[rows] = group, depths
-        self._place(rows, self._slots(group, words))
+        self.group[rows], self.depth[rows] = groups, depths
+        self._place(rows, self._slots(groups, words))
         return rows
 
     def _place(self, rows: Rows, slots: NDArray[np.int64]) -> None:
@@ -318,7 +286,7 @@ class BlockTable:
     def _grow(self) -> None:
         old = len(self._free)
         new = old + max(_FIRST_ROWS, old // 2)
-        for name in (*_COLUMNS, "_hashes"):
+        for name in self._columns:
             column = getattr(self, name)
             grown = np.zeros((new, *column.shape[1:]), column.dtype)
             grown[:old] = column
@@ -332,31 +300,24 @@ class BlockTable:
 
     def use(self, rows: Rows, by: int) -> None:
         """Add `by` to the users of rows, none twice; free unneeded rows."""
-        self.users[rows] += by
-        if by < 0:
-            self.free_unneeded(rows)
+        self._refer(self.users, rows, by)
 
     def hold(self, rows: Rows, by: int) -> None:
         """Add `by` to the holds of rows, none twice; free unneeded rows."""
-        self.holds[rows] += by
-        if by < 0:
-            self.free_unneeded(rows)
+        self._refer(self.holds, rows, by)
 
     def pin(self, rows: Rows, by: int) -> None:
         """Add `by` to the pins of rows, none twice; free unneeded rows."""
-        self.pins[rows] += by
+        self._refer(self.pins, rows, by)
+
+    def _refer(self, column: NDArray[Any], rows: Rows, by: int) -> None:
+        column[rows] += by
         if by < 0:
             self.free_unneeded(rows)
 
-    def belong(self, rows: Rows, session: int) -> None:
-        """Set `origin` to the number `session` in rows without an origin."""
-        unknown = rows[self.origin[rows] == 0]
-        self.origin[unknown] = session
-
-    def leave(self, rows: Rows, session: int) -> None:
-        """Clear `origin` in rows where it is the number `session`."""
-        own = rows[self.origin[rows] == session]
-        self.origin[own] = 0
+    def change_origin(self, rows: Rows, old: int, new: int) -> None:
+        """Set `origin` to the number `new` in rows where it is `old`."""
+        self.origin[rows[self.origin[rows] == old]] = new
 
     def free_unneeded(self, rows: Rows) -> None:
         """Free the rows among `rows` that nothing uses, holds, pins, saves or stores."""
@@ -371,6 +332,10 @@ class BlockTable:
 
     # -- compressed blocks ----------------------------------------------------------------------------
 
+    def nbytes_of(self, rows: Rows) -> int:
+        """Return the bytes of the compressed blocks of rows."""
+        return int(self.nbytes[rows].sum(dtype=np.int64))
+
     def is_saved(self, rows: Rows) -> Mask:
         """Return a mask of the saved rows."""
         saved: Mask = (self.status[rows] & SAVED) > 0
@@ -382,12 +347,8 @@ class BlockTable:
 
     def are_saved(self, names: Sequence[BlockName]) -> Mask:
         """Return a mask of the saved blocks, of several groups."""
-        saved, groups = np.zeros(len(names), np.bool_), np.array([group for group, _ in names], np.int64)
-        for group in np.unique(groups).tolist():
-            of_group = np.nonzero(groups == group)[0]
-            rows = self.find(group, [names[at][1] for at in of_group.tolist()])
-            saved[of_group] = (rows >= 0) & self.is_saved(rows)
-        return saved
+        rows = self.find([group for group, _ in names], [block_hash for _, block_hash in names])
+        return (rows >= 0) & self.is_saved(rows)
 
     def is_droppable(self, rows: Rows) -> Mask:
         """Return a mask of the rows with a droppable compressed block: saved, and not pinned."""
@@ -480,7 +441,7 @@ class BlockTable:
 
     def _count(self, rows: Rows, sign: int) -> None:
         self._charge(rows, self.nbytes[rows], sign)
-        self.saved_nbytes += sign * int(self.nbytes[rows].sum(dtype=np.int64))
+        self.saved_nbytes += sign * self.nbytes_of(rows)
         self.exact_blocks += sign * int((self.exact[rows] > 0).sum())
         refined = (self.inner[rows] > 0).sum(axis=1)
         self._refined += sign * np.bincount(refined, minlength=len(self._refined))
@@ -515,6 +476,10 @@ class BlockTable:
         if len(rows):
             counts = np.bincount(self.tenant[rows], weights=nbytes, minlength=len(self._tenant_nbytes))
             self._tenant_nbytes += sign * counts.astype(np.int64)
+
+
+def _for_each(groups: ArrayLike, block_hashes: Sequence[bytes]) -> NDArray[np.int8]:
+    return np.broadcast_to(np.asarray(groups, np.int8), len(block_hashes))
 
 
 def first_false(mask: Mask) -> int:

@@ -7,9 +7,10 @@ import reprlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from math import inf
-from statistics import median, quantiles
-from typing import Annotated, Self
+from statistics import quantiles
+from typing import TYPE_CHECKING, Annotated, Self
 
+import numpy as np
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -24,8 +25,13 @@ from pydantic import (
 
 from manthan.manager.config.model import QUALITY, Quality
 from manthan.manager.config.sentences import first_mistake, must_be, nearest
-from manthan.manager.events import DropCause
-from manthan.manager.session.table import Deadlines, Session, SessionTable
+from manthan.manager.events import DropCause, Pinned
+from manthan.manager.session.blocks import Rows
+from manthan.manager.session.table import Session
+from manthan.policies.ranking import Ranking
+
+if TYPE_CHECKING:
+    from manthan.manager.session.manager import SessionManager
 
 WHERE = "kv_transfer_params.manthan"  # key of hints in a request
 LONGEST_NAME = 256  # characters of a session's id or a tenant's name
@@ -195,42 +201,29 @@ class ToolTimes:
         if len(self._pauses) > MOST_TOOLS:
             self._pauses.popitem(last=False)
 
-    def expected(self, tenant: str, tool: str) -> float | None:
-        """Return the median of a tool's pauses in seconds; None while there are too few."""
-        pauses = self._pauses.get((tenant, tool), ())
-        return median(pauses) if len(pauses) >= ENOUGH_PAUSES else None
+    def expected(self, tenant: str, tool: str) -> tuple[float | None, bool]:
+        """Return the median of a tool's pauses in seconds; None while there are too few.
 
-    def is_sure(self, tenant: str, tool: str) -> bool:
-        """True if a tool's pauses differ so little that sessions which wait for it can be prefetched."""
+        Return True, too, if the pauses differ so little that sessions which wait for the tool can be prefetched.
+        """
         pauses = self._pauses.get((tenant, tool), ())
-        if len(pauses) < SURE_PAUSES:
-            return False
-        low, _, high = quantiles(pauses, n=4)
-        return high <= SURE_RATIO * low
+        if len(pauses) < ENOUGH_PAUSES:
+            return None, False
+        low, middle, high = quantiles(pauses, n=4)
+        return middle, len(pauses) >= SURE_PAUSES and high <= SURE_RATIO * low
 
 
 class SaidBySession:
     """Does what hints ask for, or refuses it: pins, times to live, expected returns.
 
     Args:
-        pin: pins a session; returns the reason for a refusal, or nothing. unpin: ends the pin.
-        keep: pins so many first tokens; returns like `pin`.
-        forget: drops all of a session.
         ttl_s: default seconds after the last use until a session is forgotten; None for never.
     """
 
-    def __init__(
-        self,
-        table: SessionTable,
-        pin: Callable[[Session], str],
-        unpin: Callable[[Session], None],
-        keep: Callable[[Session, int], str],
-        forget: Callable[[Session, DropCause], None],
-        ttl_s: float | None,
-    ) -> None:
-        self._table, self._pin, self._unpin, self._keep = table, pin, unpin, keep
-        self._forget, self._ttl_s = forget, ttl_s
-        self.ttls, self.pins = Deadlines(), Deadlines()
+    def __init__(self, manager: "SessionManager", ttl_s: float | None) -> None:
+        self._manager, self._table, self._ttl_s = manager, manager.table, ttl_s
+        self.pinned: dict[Session, int] = {}  # bytes that a pinned or kept session counts for in `Shares.pinned`
+        self.ttls, self.pins = Ranking(), Ranking()
         """For each session, the times at which it is forgotten, and at which its pin or a kept range next ends."""
         self._tools = ToolTimes()
         self.expected: Callable[[Session, float], None] = lambda session, now: None
@@ -257,9 +250,9 @@ class SaidBySession:
 
     def await_return(self, session: Session, seconds: float | None, tool: str, since: float) -> None:
         """Note when the client returns: `seconds` after `since`, or if None, when the tool usually ends, if known."""
-        session.tool, session.is_sure = tool, seconds is not None or self._tools.is_sure(session.tenant, tool)
+        session.tool, session.is_sure = tool, True
         if seconds is None:
-            seconds = self._tools.expected(session.tenant, tool)
+            seconds, session.is_sure = self._tools.expected(session.tenant, tool)
         session.expected = None if seconds is None else since + seconds
         self.expected(session, since)
 
@@ -271,52 +264,106 @@ class SaidBySession:
 
     def pin(self, session: Session, until: float | None) -> str:
         """Pin a session, or its new blocks, until time `until`; None for no end. Return the reason for a refusal."""
-        refused = self._pin(session)
-        session.pinned_until = None if refused else until
+        if refused := self._count("pin", session, session.rows):
+            self.unpin(session)
+            return refused
+        was_pinned, session.is_pinned, session.pinned_until = session.is_pinned, True, until
+        self._table.leave_order(session)
         self._renew(session)
-        return refused
+        if not was_pinned:
+            self._table.touch(session)
+            self._manager.events(Pinned(session.session_id, True))
+        return ""
 
     def unpin(self, session: Session) -> None:
         """End a session's pin."""
-        session.pinned_until = None
-        self._unpin(session)
+        was_pinned, session.is_pinned, session.pinned_until = session.is_pinned, False, None
+        if was_pinned:
+            self._table.enter_order(session)
+            self._table.touch(session)
+            self._manager.events(Pinned(session.session_id, False))
         self._renew(session)
 
     def _renew(self, session: Session, now: float = -inf) -> str:
-        """Pin up to the end of the last range not expired, because KV is worthless without all earlier KV.
+        """Keep up to the end of the last range not expired, because KV is worthless without all earlier KV.
 
-        Return the reason for a refusal; empty for none.
+        If resume points are needed, the whole session is kept, because its deepest resume point is at the end. Return
+        the reason for a refusal; empty for none.
         """
-        session.keeps = tuple(each for each in session.keeps if each[0] > now)
-        refused = self._keep(session, max((end for _, end in session.keeps), default=0))
-        if refused:
-            session.keeps = ()
+        session.keeps, refused = tuple(each for each in session.keeps if each[0] > now), ""
+        if not session.is_pinned:
+            before, tokens = session.kept, max((end for _, end in session.keeps), default=0)
+            is_whole = tokens and self._manager.points.is_needed
+            kept = len(session.rows) if is_whole else -(-tokens // self._manager.shape.block_tokens)
+            session.kept = min(len(session.rows), kept)
+            self.pinned.pop(session, None)
+            if session.kept and (refused := self._count("keep", session, session.rows[: session.kept])):
+                session.kept, session.keeps = 0, ()
+            if session.kept < before:
+                self._table.enter_order_again(session)
+        else:
+            session.kept = 0
         ends = [until for until, _ in session.keeps]
         ends += [] if session.pinned_until is None else [session.pinned_until]
-        self.pins.set(session.session_id, min(ends, default=None))
+        self.pins.discard(session.session_id)
+        if ends:
+            self.pins.set(session.session_id, min(ends))
         return refused
+
+    def _count(self, hint: str, session: Session, rows: Rows) -> str:
+        """Count the bytes of a session's first blocks `rows` and of its resume points as pinned, if there is room.
+
+        A block that is exact because sessions share it counts with its size in the configured codec. Return the reason
+        for a refusal of the `hint`, without a number of other tenants; empty if there is room.
+        """
+        manager, blocks, tenant = self._manager, self._manager.blocks, session.tenant
+        manager.points.leave_spare(session, DropCause.ABANDONED)
+        beside = session.point_rows
+        needed = blocks.nbytes_of(beside) + int(blocks.reserved[beside].sum())
+        if manager.shape.stores_main:
+            shape = manager.shape.groups[manager.shape.main]
+            counts = manager.sink_tokens(rows, manager.shape.main)
+            bounds = np.array([shape.bounds.get(tokens, shape.bounds[0]) for tokens in counts.tolist()], np.int64)
+            nbytes = blocks.nbytes[rows].astype(np.int64)
+            is_bound = (nbytes == 0) | ((blocks.exact[rows] >= shape.tokens) & (bounds < nbytes))
+            needed += int(np.where(is_bound, bounds, nbytes).sum())
+        self.pinned.pop(session, None)
+        own = sum(nbytes for other, nbytes in self.pinned.items() if other.tenant == tenant)
+        whole, part = manager.shares.pinned, min(1.0, manager.shares.of_tenant(tenant))
+        said = f"tiers.pinned_share is {whole:g}" + (f", the tenant's share {part:g}" if part < 1 else "")
+        if own + needed > (allowed := int(whole * part * manager.budget_nbytes)):
+            return (
+                f"{hint} is refused: pinned sessions may take {allowed} bytes of the cold store ({said}), {own} are "
+                f"taken, and this session needs {needed}"
+            )
+        if sum(self.pinned.values()) + needed > int(whole * manager.budget_nbytes):
+            return (
+                f"{hint} is refused: {needed} bytes are not left of what all tenants' pinned sessions may take ({said})"
+            )
+        self.pinned[session] = needed
+        return ""
 
     def adopted(self, session: Session, was_pinned: bool, now: float) -> None:
         """Obey the hints that a session had in an earlier engine."""
         if was_pinned:
-            self._pin(session)
+            self.pin(session, None)
         self.expected(session, now)
         if session.ttl_s is not None:
             self.ttls.set(session.session_id, session.last_used + session.ttl_s)
 
     def expire(self, now: float) -> None:
         """Forget sessions past their time to live, and end pins."""
-        for session_id in list(self.pins.pop_due(now)):
-            if (session := self._table.by_id.get(session_id)) is not None:
-                if session.pinned_until is not None and session.pinned_until <= now:
-                    self.unpin(session)
-                self._renew(session, now)
-        for session_id in list(self.ttls.pop_due(now)):
-            session = self._table.by_id.get(session_id)
-            if session is not None and not session.requests:  # a request's end sets the time anew
-                self._forget(session, DropCause.EXPIRED)
+        for session in [self._table.by_id[session_id] for session_id in self.pins.pop_until(now)]:
+            if session.pinned_until is not None and session.pinned_until <= now:
+                self.unpin(session)
+            self._renew(session, now)
+        for session in [self._table.by_id[session_id] for session_id in self.ttls.pop_until(now)]:
+            if not session.requests:  # a request's end sets the time anew
+                self._manager.forget_session(session, DropCause.EXPIRED)
 
-    def forget(self, session_id: str) -> None:
-        """Forget the hints of a forgotten session."""
-        self.ttls.set(session_id, None)
-        self.pins.set(session_id, None)
+    def forget(self, session: Session) -> None:
+        """Forget the pins and times of a session that has no blocks any more."""
+        session.is_pinned, session.pinned_until, session.keeps, session.kept = False, None, (), 0
+        self.pinned.pop(session, None)
+        self.ttls.discard(session.session_id)
+        self.pins.discard(session.session_id)

@@ -6,30 +6,18 @@ from a single thread and carries out the returned transfers.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from manthan.manager import events
 from manthan.manager.config.model import Quality
-from manthan.manager.events import (
-    BlocksDropped,
-    BlocksSaved,
-    BlocksTrimmed,
-    DropCause,
-    EncodingBegins,
-    Events,
-    Evicted,
-    Lost,
-    Overwritten,
-    Parent,
-    Pinned,
-    Turn,
-)
-from manthan.manager.pool import MARKS, Asker, BlockName, Mark, Pool
+from manthan.manager.events import DropCause, Events
+from manthan.manager.pool import MARKS, Asker, BlockName, Mark, Pool, Runway
 from manthan.manager.session.blocks import (
     HIGH,
     LEVELS,
@@ -37,7 +25,6 @@ from manthan.manager.session.blocks import (
     MOST_INNER,
     NO_GROUP,
     NO_ROWS,
-    NOBODY,
     SAVED,
     STORING,
     BlockTable,
@@ -51,33 +38,16 @@ from manthan.manager.session.blocks import (
 )
 from manthan.manager.session.hints import NO_HINTS, Hints, SaidBySession
 from manthan.manager.session.resume_points import ResumePoints
-from manthan.manager.session.table import Deadlines, Order, Session, SessionState, SessionTable, prompt_end
-from manthan.manager.transfer import JOB_BLOCKS, Transfer
+from manthan.manager.session.table import Session, SessionState, SessionTable, Shares, digest_of
+from manthan.manager.transfer import JOB_BLOCKS, Answers, Transfer
 from manthan.policies import EvictionPolicy, PolicyOptions
+from manthan.policies.ranking import Ranking
 
 DOUBLINGS = 5  # most doublings of the wait until a session is saved again, after the tiers had no room for it
 LOOKED_AT = 32  # most sessions whose blocks `lead_overwritten` orders
 STEP_BLOCKS = 192  # most blocks that a step sorts in the pool, which walks block by block
-SPARE_SHARE = 1 / 8  # share of the budget that the spare resume points of all sessions may take
 AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
 """Orders of an operator that are refused while a request of the session runs."""
-
-
-class Shares(NamedTuple):
-    """Shares of the tiers' budget for all pinned sessions together and for each tenant.
-
-    "*" stands for each tenant without a share of its own. 1 is the whole budget. A tenant's pinned sessions may take
-    `pinned` of the tenant's share.
-    """
-
-    pinned: float = 0.25
-    tenants: Mapping[str, float] = {}
-    heads: float = 0.25  # share for first blocks that sessions share, which are stored exact
-
-    def of_tenant(self, tenant: str) -> float:
-        """Return the share of a tenant; 1 for no tenant."""
-        others = 1.0 if tenant in ("", NOBODY) else self.tenants.get("*", 1.0)
-        return self.tenants.get(tenant, others)
 
 
 class PointParts(NamedTuple):
@@ -89,22 +59,28 @@ class PointParts(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Running request.
-
-    hashes, rows: of the prompt's full blocks. tokens: number of the prompt's tokens. own: number of the prompt's first
-    blocks that the session has, or one of the same name; behind these, the request takes exact blocks only. quality:
-    see `Hints`.
-    """
+    """Running request."""
 
     request_id: str
     session: Session
-    hashes: Sequence[bytes]
-    rows: Rows
-    tokens: int
+    hashes: Sequence[bytes]  # of the prompt's full blocks
+    rows: Rows  # of the prompt's full blocks
+    tokens: int  # of the prompt
     began: float
     hints: Hints
     own: int = 0
-    quality: Quality = "any"
+    """Number of the prompt's first blocks that the session has, or one of the same name. Others must be exact."""
+    quality: Quality = "any"  # see `Hints`
+
+    # Noted by the driver.
+    lossy: int = 0  # number of the prompt's cached tokens that are decoded or derived
+    exact: set[int] = field(default_factory=set)  # ids of the blocks that were loaded bit for bit
+    found: int | None = None  # number of the prompt's blocks that were resident or loaded; None before the admission
+    computed: int = 0  # number of the request's full blocks in the prefix cache
+    saves_after: float = 0.0  # time from which these are considered for saving
+    was_loaded: bool = False
+    is_unserved: bool = False  # true if a store did not answer, so that the request does not ask again
+    taken: int = 0  # number of blocks at the last admission
 
     @property
     def asker(self) -> Asker | None:
@@ -119,54 +95,51 @@ class Request:
             self.own = max(self.own, blocks)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StorePlan:
-    """Store to begin. The pool's blocks are referenced already.
+class Store:
+    """Store to begin, or under way.
 
-    exact: number of exact tokens of each block. replaces: for each block, True if it was saved before.
+    Args:
+        transfer: the store. The pool's blocks are referenced already.
+        rows: of the blocks.
+        exact: number of exact tokens of each block.
+        replaces: for each block, True if it was saved before.
     """
 
-    transfer: Transfer
-    rows: Rows
-    exact: NDArray[np.uint16]
-    replaces: NDArray[np.bool_]
+    def __init__(self, transfer: Transfer, rows: Rows, exact: NDArray[np.uint16], replaces: Mask) -> None:
+        self.transfer, self.rows, self.exact, self.replaces = transfer, rows, exact, replaces
+        self.answers = Answers([transfer])
+        self.block_ids: list[int] = transfer.block_ids.tolist()  # referenced until all ranks have gathered the blocks
+        self.gathered = 0  # number of ranks that have
+        self.is_void = False  # true after a reset, which makes the result worthless
 
 
 class Outcome(NamedTuple):
-    """Answer to a request's hints. session_id: id shown to the tenant. refused: reason for a refusal, in a sentence;
-    empty for none. lossy_tokens: number of the prompt's cached tokens that are decoded or derived.
-    """
+    """Answer to a request's hints."""
 
-    session_id: str
+    session_id: str  # shown to the tenant
     is_pinned: bool
-    refused: str
-    lossy_tokens: int = 0
+    refused: str  # reason for a refusal, in a sentence; empty for none
+    lossy_tokens: int = 0  # number of the prompt's cached tokens that are decoded or derived
 
 
 class StoresBegun(NamedTuple):
-    """Stores begun, of the first `taken` of some rows. is_gone: True if they end because the next row's block is absent
-    from the pool, or decoded there. lost: number of rows whose blocks are absent from the pool.
-    """
+    """Stores begun, of the first `taken` of some rows."""
 
-    plans: list[StorePlan]
+    plans: list[Store]
     taken: int
-    is_gone: bool = False
-    lost: int = 0
+    is_gone: bool = False  # true if they end because the next row's block is absent from the pool, or decoded there
+    lost: int = 0  # number of rows whose blocks are absent from the pool
 
 
 class Usage(NamedTuple):
-    """Numbers of sessions, by state, of complete resume points and of blocks, and bytes in the tiers.
-
-    unsaved_blocks: of sessions and requests. exact_blocks: saved blocks with exact tokens. pool_nbytes: bytes that the
-    saved blocks take in the pool when resident.
-    """
+    """Numbers of sessions, by state, of complete resume points and of blocks, and bytes in the tiers."""
 
     sessions: dict[SessionState, int]
     points: int
-    unsaved_blocks: int
+    unsaved_blocks: int  # of sessions and requests
     saved_blocks: int
-    exact_blocks: int
-    pool_nbytes: int
+    exact_blocks: int  # saved blocks with exact tokens
+    pool_nbytes: int  # that the saved blocks take in the pool when resident
     saved_nbytes: int
     budget_nbytes: int
 
@@ -192,6 +165,7 @@ class SessionManager:
     """
 
     pool: Pool  # set by `bind`
+    runway: Runway  # of the pool. `ahead`: number of saved blocks that the head of the free queue should have
     enough = 16  # consecutive returns without the last answer, after which answers are not saved
 
     def __init__(
@@ -213,25 +187,21 @@ class SessionManager:
         is_exclusive: bool = False,
         levels: Sequence[Level] = LEVELS,
     ) -> None:
-        self._make_policy = policy.family(options)
         self.shape, self.budget_nbytes, self.shares = shape, capacity_nbytes, shares
         self.idle_after_s, self.events, self.quality = idle_after_s, events, quality
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
         self.blocks = BlockTable()
-        self.table = SessionTable(self._make_policy, shape, self.blocks, label)
-        self.points = ResumePoints(
-            self.blocks, shape.needs_points, self._drop, self.table.touch, lambda: int(SPARE_SHARE * self.budget_nbytes)
-        )
-        self.said = SaidBySession(self.table, self._pin, self._unpin, self._keep, self.forget_session, ttl_s)
+        self.table = SessionTable(policy.family(options), shape, self.blocks, label, shares)
+        self.points = ResumePoints(self)
+        self.said = SaidBySession(self, ttl_s)
         self.requests: dict[str, Request] = {}
         self.job_ids = count()
         self._is_shared, self._is_exclusive, self._levels = is_shared, is_exclusive, levels
         self._sink, self._wanted_sink = sink_tokens, sink_tokens
-        self.due = Deadlines()  # times at which idle sessions are saved
-        self.saving: dict[Session, None] = {}  # idle sessions being saved
+        self.due = Ranking()  # times at which idle sessions are saved
+        self.saving: dict[Session, float] = {}  # for each idle session being saved, the time at which that began
         self._loading: dict[str, Rows] = {}  # by id of a load, the pinned rows
         self._torn: set[int] = set()  # rows to drop once no load reads them, because only some ranks have the new block
-        self._pins: dict[Session, int] = {}  # bytes that a pinned or kept session counts for in `Shares.pinned`
         self._heads: set[int] = set()  # rows of blocks that sessions share and that are stored exact
         self.read: Callable[[Rows], None] = lambda rows: None  # called with rows that a load has read
         self._heirs: dict[Session, None] = {}  # to enter into the order again, as relatives share their blocks no more
@@ -239,14 +209,12 @@ class SessionManager:
         """Sessions outside of the policy's order, because relatives share all blocks that they have left."""
         self.to_order = deque[tuple[Callable[[int, list[bytes]], None], Rows]]()
         """Calls of the pool about rows, as far as these are saved then. `order_some` makes one call at a time."""
-        self.spare = 0  # number of saved blocks that the head of the pool's free queue should have
         self._led: list[tuple[int, int]] = []  # number and resident depth of each session last told to the pool
         self._left_out = 0  # number of latest consecutive returns whose prompts lack the last answer
-        self.table.gone.append(self._forgotten)
 
-    def bind(self, pool: Pool, spare: int, unkept: Callable[[], None]) -> None:
-        """Use this pool. spare: see the attribute. unkept: called when saved blocks become unsaved ones."""
-        self.pool, self.spare, self._unkept = pool, spare, unkept
+    def bind(self, runway: Runway) -> None:
+        """Use the runway's pool."""
+        self.runway, self.pool = runway, runway.pool
 
     def recode(self, shape: MemoryShape, capacity_nbytes: int, all_exact: bool = False) -> None:
         """Encode in another codec from now on. Saved blocks stay. all_exact: keep every token exact."""
@@ -279,7 +247,6 @@ class SessionManager:
         rows = self.blocks.enter(self.shape.session_group, hashes, 0, self.table.rows_of(name, tenant))
         self.blocks.hold(rows, +1)
         known = first_false(self.blocks.users[rows] > 0) * self.shape.block_tokens
-        self.enter_tenant(tenant)
         session = self.table.attribute(hashes, rows, name, tenant, now)
         prompt = len(hashes) * self.shape.block_tokens if tokens is None else tokens
         length = self.table.kept(session, rows, name, prompt)
@@ -291,17 +258,20 @@ class SessionManager:
         self._begin_use(session, request_id, now, prompt, known)
         if length < len(session.rows):  # the old answer is no longer needed
             self.cut(session, length, DropCause.ABANDONED)
-        request = Request(request_id, session, hashes, rows, prompt, now, hints)
+        request, digest = (
+            Request(request_id, session, hashes, rows, prompt, now, hints),
+            digest_of(tenant, hashes, tail),
+        )
         request.quality = hints.quality or self.quality
         if request.quality != "exact":
-            request.own = self.table.own_blocks(session, hashes, rows, tail)
+            request.own = self.table.own_blocks(session, rows, digest)
         self.requests[request_id] = request
-        self.table.enter_prompt(session, hashes, prompt_end(hashes, tail))
+        self.table.enter_prompt(session, digest)
         if hints.store is not None:
             self.table.stay_out(session, not hints.store)
         if (parent := hints.parent_session_id) and parent != session.name:
             if parent != session.parent:
-                self.events(Parent(session.session_id, parent))
+                self.events(events.Parent(session.session_id, parent))
             self.table.join(session, parent)
         return request
 
@@ -328,24 +298,18 @@ class SessionManager:
         *,
         tokens: int | None = None,
         points: Sequence[PointParts] = (),
-        found: int = 0,
-        lossy: int = 0,
         ending: str = "",
-    ) -> tuple[Outcome | None, list[StorePlan]]:
-        """Note the end of a request. Return the answer to its hints, None if unknown, and stores of resume points.
+    ) -> tuple[Outcome, list[Store]]:
+        """Note the end of a request. Return the answer to its hints, and stores of resume points.
 
         Args:
             hashes: block hashes of all computed blocks, of prompt and answer.
             tokens: number of tokens of prompt and answer; None if there are none behind the blocks.
             points: resume points whose blocks the pool has now, the deepest first.
-            found: number of the prompt's tokens that were resident or loaded.
-            lossy: number of found tokens that were decoded or derived.
             ending: how the answer ended, such as a stop token; see `SessionView.ending`.
         """
-        request = self.requests.pop(request_id, None)
-        if request is None:
-            return None, []
-        session, held = request.session, request.rows
+        request = self.requests.pop(request_id)
+        session, held, lossy = request.session, request.rows, request.lossy
         more = self.blocks.enter(self.shape.session_group, hashes[len(held) :], len(held))
         self.blocks.hold(more, +1)
         rows = np.concatenate([held[: len(hashes)], more])
@@ -369,8 +333,8 @@ class SessionManager:
         session.tokens = max(session.tokens, total)
         session.lossy_tokens, session.ending = lossy, ending
         plans = self._place(session, points) if len(session.rows) == len(rows) else []
-        seconds = now - request.began
-        self.events(Turn(session.session_id, session.tokens, len(session.rows), seconds, found, lossy))
+        seconds, found = now - request.began, (request.found or 0) * self.shape.block_tokens
+        self.events(events.Turn(session.session_id, session.tokens, len(session.rows), seconds, found, lossy))
         refused = self.said.take(session, request.hints, now)
         self.blocks.hold(np.concatenate([held, more]), -1)
         if request.hints.release and len(session.rows) and session.requests == {request_id}:
@@ -381,14 +345,9 @@ class SessionManager:
         self._drop_unneeded(held)
         return Outcome(session.told_id, session.is_pinned, refused, lossy), plans
 
-    def enter_tenant(self, tenant: str) -> None:
-        """Keep a separate order for the sessions of a tenant with a quota."""
-        if tenant not in self.table.order_of and self.shares.of_tenant(tenant) < 1:
-            self.table.order_of[tenant] = Order(self._make_policy)
-
     def _begin_use(self, session: Session, request_id: str, now: float, tokens: int, known_tokens: int) -> None:
         self._stop_saving(session)
-        self.due.set(session.session_id, None)
+        self.due.discard(session.session_id)
         if not session.requests:
             self.said.returned(session, now)
             session.stored = session.stored_nbytes = session.refusals = 0
@@ -422,14 +381,14 @@ class SessionManager:
             session.left_tokens = 0
             self.due.set(session.session_id, now + self.idle_after_s)
 
-    def _place(self, session: Session, points: Sequence[PointParts]) -> list[StorePlan]:
+    def _place(self, session: Session, points: Sequence[PointParts]) -> list[Store]:
         """Enter resume points of a session, the deepest first, and begin to store their blocks."""
         wanted = [point for point in points if point.depth >= self.min_blocks]
         if not wanted or session.stays_out:
             return []
         session.prompt_depth = wanted[1].depth if wanted[1:] else 0
         self.points.tidy(session)
-        plans: list[StorePlan] = []
+        plans: list[Store] = []
         for depth, parts in wanted:
             rows = self.enter_parts(parts)
             point = self.points.place(session, depth, rows)
@@ -446,12 +405,8 @@ class SessionManager:
 
     def enter_parts(self, parts: Sequence[tuple[int, bytes, int]]) -> Rows:
         """Return the row of each block of further groups, by group, block hash and position."""
-        rows, groups = np.zeros(len(parts), np.int32), np.array([part[0] for part in parts], np.int8)
-        for group in np.unique(groups).tolist():
-            of_group = np.nonzero(groups == group)[0]
-            names = [parts[at][1:] for at in of_group.tolist()]
-            rows[of_group] = self.blocks.enter(group, [name for name, _ in names], [at for _, at in names])
-        return rows
+        groups, hashes, positions = zip(*parts, strict=True) if parts else ((), (), ())
+        return self.blocks.enter(groups, hashes, positions)
 
     # -- loads ----------------------------------------------------------------------------------------
 
@@ -518,18 +473,19 @@ class SessionManager:
         job_id = next(self.job_ids)
         return Transfer(job_id, "load", group, list(hashes), block_ids, tenant=tenant, request_id=request_id)
 
-    def load_finished(self, load_id: str, failed: Iterable[BlockName] = ()) -> None:
+    def load_finished(self, load_id: str, failed: Sequence[BlockName] = ()) -> None:
         """Unpin the rows of a load. failed: blocks that could not be read, and are dropped."""
         rows = self._loading.pop(load_id, NO_ROWS)
         blocks = self.blocks
-        bad = [row for group, block_hash in failed if (row := blocks.row(group, block_hash)) >= 0]
+        groups, hashes = zip(*failed, strict=True) if failed else ((), ())
+        bad = blocks.find(groups, hashes).tolist()  # -1 for none
         blocks.hold(rows, +1)  # so that no row is freed before the end
         blocks.pin(rows, -1)
         torn = self._torn.intersection(rows[blocks.pins[rows] == 0].tolist())
         self._torn -= torn
         is_bad = np.isin(rows, [*bad, *torn])
         unused = rows[(blocks.users[rows] == 0) & ~is_bad]
-        self._drop(unused[blocks.is_droppable(unused)], DropCause.ABANDONED)
+        self.drop(unused[blocks.is_droppable(unused)], DropCause.ABANDONED)
         self._lose(rows[is_bad])
         self.read(rows[blocks.is_saved(rows)])
         blocks.hold(rows, -1)
@@ -540,7 +496,7 @@ class SessionManager:
         Sessions end before such a block, unless it is resident and computed, or a request computes it anew.
         """
         blocks, used = self.blocks, rows[self.blocks.users[rows] > 0]
-        self._drop(rows[blocks.is_droppable(rows)], DropCause.FAILED)
+        self.drop(rows[blocks.is_droppable(rows)], DropCause.FAILED)
         for row in used.tolist():
             for session in self.points.lose(row, DropCause.FAILED):
                 self._end_at_point(session)
@@ -566,18 +522,18 @@ class SessionManager:
 
     # -- stores ---------------------------------------------------------------------------------------
 
-    def plan_stores(self, now: float, room: int, wanted: int) -> list[StorePlan]:
+    def plan_stores(self, now: float, room: int, wanted: int) -> list[Store]:
         """Return the stores to begin now. The blocks are referenced until the driver gives them back.
 
         Args:
             room: most free blocks that stores may reference.
             wanted: number of blocks to save because memory is short; 0 if it is not.
         """
-        for session_id in list(self.due.pop_due(now)):
-            session = self.table.by_id.get(session_id)
-            if session is not None and not session.requests:
+        for session_id in list(self.due.pop_until(now)):
+            session = self.table.by_id[session_id]
+            if session.stays_out:
                 self._forget_overwritten(session, now)
-                self._save_soon(session, now, is_pressed=False)
+            self._save_soon(session, now, is_pressed=False)
         plans = self._save_next_overwritten(room, wanted, now) if wanted > 0 else []
         room -= sum(len(plan.rows) for plan in plans)
         for session in list(self.saving):
@@ -594,17 +550,16 @@ class SessionManager:
             rows = rows[self.blocks.is_saved(rows) & (self.blocks.group[rows] == self.shape.session_group)]
             call(self.shape.main, self.blocks.hashes(rows))
             if call == self.pool.forget:
-                self._unkept()
+                self.runway.forget()
 
     def _forget_overwritten(self, session: Session, now: float) -> None:
         """Cut a session that stays out of the tiers before its first lost block, and set a time to check it again."""
-        if session.stays_out:
-            rows, blocks = session.rows, self.blocks
-            is_resident = np.array(self.pool.lookup(self.shape.main, blocks.hashes(rows))) >= 0
-            is_stored = blocks.is_saved(rows) & (blocks.group[rows] != NO_GROUP)
-            self.cut(session, first_false(is_resident | is_stored), DropCause.ABANDONED)
-            if len(session.rows):
-                self._put_off(session, now)
+        rows, blocks = session.rows, self.blocks
+        is_resident = np.array(self.pool.lookup(self.shape.main, blocks.hashes(rows))) >= 0
+        is_stored = blocks.is_saved(rows) & (blocks.group[rows] != NO_GROUP)
+        self.cut(session, first_false(is_resident | is_stored), DropCause.ABANDONED)
+        if len(session.rows):
+            self._put_off(session, now)
 
     def save_all(self, now: float) -> int:
         """Begin to save all idle sessions that are not cold. Return the number of sessions being saved."""
@@ -617,33 +572,30 @@ class SessionManager:
         """Have each `plan_stores` save some of an idle session, until it is cold."""
         if session.stays_out or session.is_cold or session in self.saving:
             return
-        self.due.set(session.session_id, None)
+        self.due.discard(session.session_id)
         if self.points.is_needed and not self._end_at_point(session, is_leaving=True):
             return
-        self.saving[session] = None
-        session.saving_since, session.is_pressed = now, is_pressed
+        self.saving[session], session.is_pressed = now, is_pressed
 
     def _stop_saving(self, session: Session) -> None:
-        if session in self.saving:
-            del self.saving[session]
-            session.saving_since = None
+        if self.saving.pop(session, None) is not None:
             self.table.touch(session)
 
-    def _save(self, session: Session, room: int, now: float) -> list[StorePlan]:
+    def _save(self, session: Session, room: int, now: float) -> list[Store]:
         """Begin to store a session's blocks, the first blocks first, because others are worthless without them."""
         blocks, rows = self.blocks, session.rows
         if self.points.is_needed and self._is_too_large(session):
             self.cut(session, 0, DropCause.BUDGET)
             return []
         needed = rows[blocks.status[rows] == 0][:room]
-        plans: list[StorePlan] = []
+        plans: list[Store] = []
         if len(needed):
             makes_room = session.is_pinned or (session.is_pressed and not self._is_exclusive)
             begun = self._begin(needed, session, is_pressed=makes_room)
             plans = begun.plans
             if begun.is_gone:  # blocks behind a lost block are worthless
                 if begun.lost:
-                    self.events(Overwritten(begun.lost))
+                    self.events(events.Overwritten(begun.lost))
                 self.cut(session, int(blocks.depth[needed[begun.taken]]), DropCause.ABANDONED)
             elif begun.taken < len(needed):
                 if not session.refusals:  # with a full tier, saved blocks are overwritten no earlier than unsaved
@@ -658,10 +610,9 @@ class SessionManager:
     def _is_too_large(self, session: Session) -> bool:
         """True if a session with resume points would not fit even into empty tiers."""
         blocks, rows = self.blocks, np.concatenate([session.rows, session.point_rows])
-        taken = int(blocks.nbytes[rows].sum(dtype=np.int64) + blocks.reserved[rows].sum(dtype=np.int64))
+        taken = blocks.nbytes_of(rows) + int(blocks.reserved[rows].sum(dtype=np.int64))
         bound = self.shape.groups[self.shape.main].bounds[0]
-        more = bound * int((blocks.status[session.rows] == 0).sum())
-        return taken + more > self.budget_nbytes
+        return taken + bound * int((blocks.status[session.rows] == 0).sum()) > self.budget_nbytes
 
     def _put_off(self, session: Session, now: float, is_full: bool = True) -> None:
         """Save a session later. is_full: True if the tiers have no room, False if a store failed otherwise."""
@@ -670,7 +621,7 @@ class SessionManager:
         if not session.requests:
             self.due.set(session.session_id, now + self.idle_after_s * 2**session.refusals)
 
-    def _save_next_overwritten(self, room: int, wanted: int, now: float) -> list[StorePlan]:
+    def _save_next_overwritten(self, room: int, wanted: int, now: float) -> list[Store]:
         """Begin to store the unsaved blocks that the pool overwrites next, and have their idle sessions saved.
 
         A session for which no room can be made is worth less than all in the tiers, and its rest is given up.
@@ -678,7 +629,7 @@ class SessionManager:
         if not self.shape.stores_main:
             return []
         main = self.shape.main
-        unsaved = self.pool.unsaved(wanted + self.spare)  # a block may have copies
+        unsaved = self.pool.unsaved(wanted + self.runway.ahead)  # a block may have copies
         rows = self.blocks.find(main, list(dict.fromkeys(each.block_hash for each in unsaved if each.group == main)))
         rows = rows[rows >= 0]
         saved = rows[self.blocks.is_saved(rows)][:wanted]
@@ -687,7 +638,7 @@ class SessionManager:
         if most <= 0:
             return []
         rows = rows[(self.blocks.status[rows] == 0) & (self.blocks.users[rows] > 0)]
-        plans: list[StorePlan] = []
+        plans: list[Store] = []
         for number in dict.fromkeys(self._origins(rows).tolist()):
             session = self.table.by_number.get(number)
             if session is None or session.stays_out or session.refused_until > now:
@@ -704,7 +655,7 @@ class SessionManager:
                 plans += begun.plans
                 most -= begun.taken
                 if begun.taken < len(own) and not begun.is_gone and not session.requests:
-                    self._give_up(session, int(self.blocks.depth[own[begun.taken]]))
+                    self.cut(session, int(self.blocks.depth[own[begun.taken]]), DropCause.BUDGET, releases=True)
             if most <= 0:
                 break
         return plans
@@ -714,20 +665,19 @@ class SessionManager:
         for row in rows[self.blocks.origin[rows] == 0].tolist():
             if not self.blocks.origin[row]:
                 for session in islice(self.table.holders(row, int(self.blocks.depth[row])), 1):
-                    self.blocks.belong(session.rows, session.number)
+                    self.blocks.change_origin(session.rows, 0, session.number)
         return self.blocks.origin[rows]
 
-    def save_running(self, request_id: str, computed: int, most: int, now: float) -> list[StorePlan]:
-        """Begin to store up to `most` of the first `computed` blocks of a running request's prompt.
+    def save_running(self, request: Request, most: int, now: float) -> list[Store]:
+        """Begin to store up to `most` of the computed blocks of a running request's prompt.
 
         Called when memory is short, because the blocks would be overwritten soon after the request's end.
         """
-        request = self.requests.get(request_id)
-        if request is None or not self.shape.stores_main or self.points.is_needed:
+        if not self.shape.stores_main or self.points.is_needed:
             return []
         if request.session.stays_out or request.session.refused_until > now:
             return []
-        rows = request.rows[:computed]
+        rows = request.rows[: request.computed]
         needed = rows[self.blocks.status[rows] == 0][:most]
         return self._begin(needed, request.session, is_pressed=not self._is_exclusive).plans if len(needed) else []
 
@@ -767,7 +717,7 @@ class SessionManager:
         self.blocks.hold(needed, -1)
         if not fits:
             return StoresBegun([], 0, is_gone, lost)
-        self.events(EncodingBegins([MARKS[mark] for mark in marks.tolist()]))
+        self.events(events.EncodingBegins([MARKS[mark] for mark in marks.tolist()]))
         whole = counts == shape.tokens
         breaks = np.zeros(fits, np.int32)
         breaks[1:] = (counts[1:] > 0) & ~whole[:-1]
@@ -779,14 +729,17 @@ class SessionManager:
             transfer = Transfer(
                 next(self.job_ids), "store", group, hashes[part], block_ids, first, end, shape.codec, mark, tenant
             )
-            plans.append(StorePlan(transfer, rows[part], counts[part], replaces[part]))
+            plans.append(Store(transfer, rows[part], counts[part], replaces[part]))
         return StoresBegun(plans, fits, is_gone, lost)
+
+    def sink_tokens(self, rows: Rows, group: int) -> NDArray[np.int64]:
+        """Return how many first tokens of each block are among the session's first tokens to keep exact."""
+        tokens = self.shape.groups[group].tokens
+        return np.clip(self._sink - self.blocks.depth[rows].astype(np.int64) * tokens, 0, tokens)
 
     def _exact_tokens(self, rows: Rows, marks: NDArray[np.uint8], group: int, tenant: str) -> NDArray[np.int64]:
         """Return how many first tokens of each block are kept exact."""
-        shape = self.shape.groups[group]
-        left = self._sink - self.blocks.depth[rows].astype(np.int64) * shape.tokens
-        counts = np.clip(left, 0, shape.tokens)
+        shape, counts = self.shape.groups[group], self.sink_tokens(rows, group)
         if counts.any():
             counts[~np.isin(counts, list(shape.bounds))] = 0  # a state has no first tokens
         if group == self.shape.session_group and shape.tokens in shape.bounds and self.shares.heads:
@@ -798,33 +751,26 @@ class SessionManager:
                 self._heads.update(head.tolist())
         return counts
 
-    def stored(
-        self,
-        plan: StorePlan,
-        nbytes: Mapping[int, int],
-        now: float,
-        seconds: float,
-        inner: Mapping[int, Sequence[int]] = {},
-    ) -> None:
-        """Note which of a plan's blocks every rank has stored.
+    def stored(self, store: Store, nbytes: Mapping[int, int], now: float, inner: Mapping[int, Sequence[int]]) -> None:
+        """Note which of a store's blocks every rank has stored.
 
-        nbytes: by index in the plan, bytes taken of the budget. seconds: a block's time on the slowest rank. inner: see
-        `TransferResult.inner`, for all ranks together.
+        nbytes: by index in the store, bytes taken of the budget. inner: see `TransferResult.inner`, for all ranks
+        together.
         """
-        blocks, transfer = self.blocks, plan.transfer
+        blocks, transfer = self.blocks, store.transfer
         good = np.array(sorted(nbytes), np.int64)
-        dropped = plan.replaces[good] & ~blocks.is_saved(plan.rows[good])
+        dropped = store.replaces[good] & ~blocks.is_saved(store.rows[good])
         if dropped.any():  # the older block was dropped meanwhile, and perhaps the new one with it
-            self.store_failed(plan, good[dropped].tolist(), now, is_void=False, is_full=False)
+            self.store_failed(store, good[dropped].tolist(), now, is_full=False)
             good = good[~dropped]
-        rows = plan.rows[good]
+        rows = store.rows[good]
         for row in rows[blocks.is_saved(rows)][:1].tolist():  # all sessions of a head share the first block
             for session in self.table.holders(row, int(blocks.depth[row])):
                 self.table.touch(session)
         sizes, parts = [nbytes[at] for at in good.tolist()], [inner.get(at, ()) for at in good.tolist()]
         mark = Mark.DERIVED if self._is_shared else transfer.mark  # another engine may replace a shared tier's block
-        blocks.save(rows, sizes, plan.exact[good], mark, None, *self.levels_of(rows, parts))
-        self.announce(rows, seconds)
+        blocks.save(rows, sizes, store.exact[good], mark, None, *self.levels_of(rows, parts))
+        self.announce(rows, store.answers.seconds / len(store.rows))
         if self.points.is_needed:
             self.points.stored(rows.tolist())
         for number in np.unique(blocks.origin[rows]).tolist():
@@ -834,7 +780,7 @@ class SessionManager:
                 self.table.enter_refined(user)
                 own = rows[blocks.origin[rows] == number]
                 user.stored += len(own)
-                user.stored_nbytes += int(blocks.nbytes[own].sum(dtype=np.int64))
+                user.stored_nbytes += blocks.nbytes_of(own)
                 if user.state is SessionState.IDLE and not user.stays_out and user not in self.saving:
                     self._check_cold(user, now)
         self._drop_unneeded(rows)
@@ -858,25 +804,24 @@ class SessionManager:
         groups = blocks.group[rows]
         for part in runs(rows, (groups,), blocks.depth[rows], len(rows)):
             group, hashes = int(groups[part.start]), blocks.hashes(rows[part])
-            self.events(BlocksSaved(group, hashes, int(blocks.depth[rows[part.start]]), seconds))
+            self.events(events.BlocksSaved(group, hashes, int(blocks.depth[rows[part.start]]), seconds))
             self.pool.keep(group, hashes[::-1])
 
     def store_failed(
-        self, plan: StorePlan, failed: Sequence[int], now: float, is_void: bool, is_full: bool, torn: Sequence[int] = ()
+        self, store: Store, failed: Sequence[int], now: float, is_full: bool, torn: Sequence[int] = ()
     ) -> None:
-        """Note which of a plan's blocks some rank could not store, by index in the plan.
+        """Note which of a store's blocks some rank could not store, by index in the store.
 
         Args:
-            is_void: True after a reset, which makes the KV worthless.
             is_full: True if there was no room.
             torn: failed blocks that some rank may have replaced, and another not.
         """
-        blocks, rows, torn_rows = self.blocks, plan.rows[list(failed)], plan.rows[list(torn)]
+        blocks, rows, torn_rows = self.blocks, store.rows[list(failed)], store.rows[list(torn)]
         is_first = (blocks.status[rows] & STORING) == blocks.status[rows]  # without an older compressed block
-        gone = rows[is_first | is_void]
+        gone = rows[is_first | store.is_void]
         if len(gone):  # some rank may have stored a part
-            cause = DropCause.RESET if is_void else DropCause.FAILED
-            self.events(BlocksDropped(plan.transfer.group, blocks.hashes(gone), cause))
+            cause = DropCause.RESET if store.is_void else DropCause.FAILED
+            self.events(events.BlocksDropped(store.transfer.group, blocks.hashes(gone), cause))
         users = {session: None for session in self.saving if np.isin(session.rows, rows).any()}
         users |= {one.session: None for one in self.requests.values() if np.isin(one.rows, rows).any()}
         for number in np.unique(blocks.origin[rows]).tolist():
@@ -900,9 +845,9 @@ class SessionManager:
         blocks, rows = self.blocks, session.rows
         if not len(rows) or not blocks.is_saved(rows).all():
             return
-        began = now if session.saving_since is None else session.saving_since
+        began = self.saving.get(session, now)
         self._stop_saving(session)
-        self.due.set(session.session_id, None)
+        self.due.discard(session.session_id)
         self.table.set_cold(session, True)
         self.table.enter_order_again(session)
         session.refusals = 0
@@ -916,7 +861,7 @@ class SessionManager:
         beside = session.point_rows
         pool_nbytes = sum(self.shape.groups[group].pool_nbytes for group in blocks.group[beside].tolist())
         self.events(
-            Evicted(
+            events.Evicted(
                 session.session_id,
                 blocks=len(rows),
                 beside=len(beside),
@@ -924,7 +869,7 @@ class SessionManager:
                 pool_nbytes=len(rows) * self.shape.pool_nbytes + pool_nbytes,
                 stored=session.stored,
                 stored_nbytes=session.stored_nbytes,
-                cold_nbytes=int(blocks.nbytes[rows].sum(dtype=np.int64) + blocks.nbytes[beside].sum(dtype=np.int64)),
+                cold_nbytes=blocks.nbytes_of(rows) + blocks.nbytes_of(beside),
                 exact=int((blocks.exact[rows] > 0).sum()),
                 idle_s=began - session.last_used,
                 took_s=now - began,
@@ -970,7 +915,7 @@ class SessionManager:
 
     # -- heads common to sessions ---------------------------------------------------------------------
 
-    def _replace_heads(self, session: Session) -> list[StorePlan]:
+    def _replace_heads(self, session: Session) -> list[Store]:
         """Begin to store the blocks at a session's begin that sessions share again, exact, if the pool has them exact.
 
         Such blocks have a share of the budget. If it is full, blocks of fewer sessions make room for those of more
@@ -996,9 +941,9 @@ class SessionManager:
             plans += self._demote(int(blocks.users[lossy[len(chosen)]]), bound, session)
         return plans
 
-    def _demote(self, users: int, needed: int, session: Session) -> list[StorePlan]:
+    def _demote(self, users: int, needed: int, session: Session) -> list[Store]:
         """Begin to store exact blocks of fewer than `users` sessions again, lossy, until that frees `needed` bytes."""
-        blocks, plans = self.blocks, list[StorePlan]()
+        blocks, plans = self.blocks, list[Store]()
         for row in sorted(self._heads, key=lambda row: (blocks.users[row], -blocks.depth[row])):
             rows = np.array([row], np.int32)
             if needed <= 0 or blocks.users[row] >= users:
@@ -1014,18 +959,15 @@ class SessionManager:
 
     def _heads_left(self, tenant: str) -> float:
         """Return the bytes left of `Shares.heads`, and for a tenant with a quota, of the tenant's part of it."""
-        blocks, tokens = self.blocks, self.shape.block_tokens
-        self._heads = {
-            row
-            for row in self._heads
-            if blocks.status[row] & STORING or (blocks.status[row] and blocks.exact[row] >= tokens)
-        }
-        nbytes = {row: int(blocks.nbytes[row]) + int(blocks.reserved[row]) for row in self._heads}
-        left = self.shares.heads * self.budget_nbytes - sum(nbytes.values())
+        blocks, budget = self.blocks, self.shares.heads * self.budget_nbytes
+        rows = np.array(sorted(self._heads), np.int32)
+        is_exact = (blocks.status[rows] > 0) & (blocks.exact[rows] >= self.shape.block_tokens)
+        rows = rows[is_exact | (blocks.status[rows] & STORING > 0)]
+        self._heads = set(rows.tolist())
+        nbytes = blocks.nbytes[rows].astype(np.int64) + blocks.reserved[rows]
+        left: float = budget - nbytes.sum()
         if (part := self.shares.of_tenant(tenant)) < 1:
-            number = blocks.tenant_number(tenant)
-            own = sum(taken for row, taken in nbytes.items() if blocks.tenant[row] == number)
-            left = min(left, self.shares.heads * part * self.budget_nbytes - own)
+            left = min(left, part * budget - nbytes[blocks.tenant[rows] == blocks.tenant_number(tenant)].sum())
         return left
 
     def _pool_marks(self, rows: Rows) -> NDArray[np.uint8]:
@@ -1082,7 +1024,7 @@ class SessionManager:
         levels, victims = self._levels, dict[int, Iterator[Session]]()
         for level in range(1, len(levels)):
             if self.blocks.refined(level):
-                victims[level] = self.table.victims(self.table.refined[tenant, level])
+                victims[level] = self.table.victims(self.table.orders[tenant, level])
 
         def worth(level: int) -> float:
             coarse, fine = levels[level - 1], levels[level]
@@ -1114,7 +1056,7 @@ class SessionManager:
             self.table.leave_refined(victim, level)
         for group in np.unique(blocks.group[cut]).tolist():
             of_group = cut[blocks.group[cut] == group]
-            self.events(BlocksTrimmed(group, blocks.hashes(of_group), level - 1))
+            self.events(events.BlocksTrimmed(group, blocks.hashes(of_group), level - 1))
             blocks.trim(of_group, level - 1)
             self.table.touch(victim)
         self.points.recount(victim)
@@ -1133,7 +1075,7 @@ class SessionManager:
                 heir, _ = self._heirs.popitem()
                 self._heads_only.pop(heir, None)
                 self.table.enter_order_again(heir)
-            for victim in self.table.victims(self.table.order if tenant is None else self.table.order_of[tenant]):
+            for victim in self.table.victims(self.table.orders[tenant, 0]):
                 if victim is session or self._heirs or short() <= 0:
                     break
                 if not victim.requests:
@@ -1185,16 +1127,14 @@ class SessionManager:
             gone = gone[len(resident) :]
             end = int(blocks.depth[gone[0]]) if len(gone) else end
             self._tell_lost(victim, resident, DropCause.REDUNDANT)
-            self._drop(resident, DropCause.REDUNDANT)
+            self.drop(resident, DropCause.REDUNDANT)
             self._save_later(victim)
         if end == 0 or not blocks.status[rows[:end]].any() or (end == kept and not own[:end].any()):
             self.table.leave_order(victim, evicted=was_cold and end == 0)
             if end and kept:
                 self._heads_only[victim] = None
-        if end < len(rows) and is_pressed:
-            self._give_up(victim, end)
-        elif end < len(rows):
-            self.cut(victim, end, DropCause.BUDGET)
+        if end < len(rows):
+            self.cut(victim, end, DropCause.BUDGET, releases=is_pressed)
 
     def _family_head(self, session: Session) -> int:
         """Return the number of a session's first blocks that a relative shares and still needs.
@@ -1207,12 +1147,6 @@ class SessionManager:
                 asked = (self.requests[each].rows for each in one.requests if each in self.requests)
                 shared = max(shared, *(common_prefix(session.rows, rows) for rows in (one.rows, *asked)))
         return shared
-
-    def _give_up(self, session: Session, length: int) -> None:
-        """Cut a session to `length` blocks. The pool overwrites the rest next, unless it is used."""
-        own = self._own_hashes(session.rows[length:])
-        self.cut(session, length, DropCause.BUDGET)
-        self.pool.release(self.shape.main, own)
 
     def _own_hashes(self, rows: Rows) -> list[bytes]:
         """Return the hashes of a session's blocks that no other session and no running request has."""
@@ -1227,7 +1161,7 @@ class SessionManager:
     def _drop_redundant(self, short: int) -> None:
         """Drop compressed blocks whose computed KV is resident, first those that the pool overwrites last."""
         blocks, main = self.blocks, self.shape.main
-        names = (each.block_hash for each in self.pool.redundant(self.spare) if each.group == main)
+        names = (each.block_hash for each in self.pool.redundant(self.runway.ahead) if each.group == main)
         while short > 0 and (some := list(dict.fromkeys(islice(names, JOB_BLOCKS)))):
             rows = blocks.find(main, some)
             rows = rows[rows >= 0]
@@ -1237,19 +1171,22 @@ class SessionManager:
             rows = rows[np.isin(blocks.origin[rows], free)]
             freed = np.cumsum(blocks.nbytes[rows].astype(np.int64))
             rows = rows[: int(np.searchsorted(freed, short)) + 1]
-            short -= int(blocks.nbytes[rows].sum(dtype=np.int64))
+            short -= blocks.nbytes_of(rows)
             for number in np.unique(blocks.origin[rows]).tolist():
                 self._save_later(self.table.by_number[number])
-            self._drop(rows, DropCause.REDUNDANT)
+            self.drop(rows, DropCause.REDUNDANT)
 
     # -- dropping -------------------------------------------------------------------------------------
 
-    def cut(self, session: Session, length: int, cause: DropCause) -> None:
+    def cut(self, session: Session, length: int, cause: DropCause, releases: bool = False) -> None:
         """Shorten a session to the first `length` blocks, or to a resume point if cold or being saved.
 
         Compressed blocks that nothing else uses are dropped, and resident blocks of decoded KV with them.
+
+        Args:
+            releases: True to have the pool overwrite all the rest next, unless it is used.
         """
-        blocks = self.blocks
+        blocks, own = self.blocks, self._own_hashes(session.rows[length:]) if releases else []
         if session.is_cold or session in self.saving:
             length = self.points.deepest(session, length)
         cut = session.rows[length:]
@@ -1263,16 +1200,19 @@ class SessionManager:
             decoded = last[self._pool_marks(last) == Mark.DECODED]
             self.pool.release(self.pool_group(int(self.blocks.group[last[0]])), self.blocks.hashes(decoded))
         dropped = last[blocks.is_droppable(last)]
-        self.table.truncate(session, length)  # frees no saved row: `_drop` does
-        self._drop(dropped, cause)
+        self.table.truncate(session, length)  # frees no saved row: `drop` does
+        self.drop(dropped, cause)
         single = cut[blocks.users[cut] == 1]
         heirs += [one for one in self._heads_only if len(single) and np.isin(single, one.rows).any()]
         self._heirs |= dict.fromkeys(heirs)
         if not len(session.rows):
             self._stop_saving(session)
-            self._pins.pop(session, None)
-            session.is_pinned, session.pinned_until, session.keeps, session.kept = False, None, (), 0
-            self.said.forget(session.session_id)
+            self.due.discard(session.session_id)
+            self._heirs.pop(session, None)
+            self._heads_only.pop(session, None)
+            self.said.forget(session)
+        if releases:
+            self.pool.release(self.shape.main, own)
 
     def _end_at_point(self, session: Session, is_leaving: bool = False) -> int:
         """Cut a session at its deepest resume point, if it is cold or `is_leaving`. Return its number of blocks."""
@@ -1283,10 +1223,9 @@ class SessionManager:
 
     def _tell_lost(self, session: Session, rows: Rows, cause: DropCause) -> None:
         if len(rows) and self.shape.stores_main:
-            nbytes = int(self.blocks.nbytes[rows].sum(dtype=np.int64))
-            self.events(Lost(session.session_id, len(rows), nbytes, cause))
+            self.events(events.Lost(session.session_id, len(rows), self.blocks.nbytes_of(rows), cause))
 
-    def _drop(self, rows: Rows, cause: DropCause) -> None:
+    def drop(self, rows: Rows, cause: DropCause) -> None:
         """Drop the compressed blocks of rows, all saved and not pinned."""
         if not len(rows):
             return
@@ -1294,50 +1233,35 @@ class SessionManager:
             of_group = rows[self.blocks.group[rows] == number]
             if number != NO_GROUP:
                 hashes = self.blocks.hashes(of_group)
-                self.events(BlocksDropped(number, hashes, cause))
+                self.events(events.BlocksDropped(number, hashes, cause))
                 self.pool.forget(number, hashes)
-                self._unkept()
+                self.runway.forget()
             self.blocks.drop(of_group)
 
     def _drop_unneeded(self, rows: Rows) -> None:
         """Drop the compressed blocks of rows that no session and no running request has."""
         unneeded = rows[(self.blocks.users[rows] == 0) & (self.blocks.holds[rows] == 0)]
-        self._drop(unneeded[self.blocks.is_droppable(unneeded)], DropCause.ABANDONED)
+        self.drop(unneeded[self.blocks.is_droppable(unneeded)], DropCause.ABANDONED)
 
     def forget_session(self, session: Session, cause: DropCause) -> None:
         """Drop all of a session: its compressed blocks, resident blocks that nothing else uses, and its name."""
-        own = self._own_hashes(session.rows)
         self.table.forget_tip(session)
-        self.cut(session, 0, cause)
-        self.pool.release(self.shape.main, own)
-
-    def _forgotten(self, session: Session) -> None:
-        self.due.set(session.session_id, None)
-        self._stop_saving(session)
-        self._pins.pop(session, None)
-        self._heirs.pop(session, None)
-        self._heads_only.pop(session, None)
-        self.said.forget(session.session_id)
+        self.cut(session, 0, cause, releases=True)
 
     def reset(self) -> None:
-        """Drop all KV, resident and saved. The driver later ends stores under way by `store_failed` with `is_void`."""
+        """Drop all KV, resident and saved. The driver later ends stores under way by `store_failed`."""
         for load_id in list(self._loading):
             self.load_finished(load_id)
         for session in list(self.table.by_id.values()):
-            if session.session_id in self.table.by_id:
-                self.cut(session, 0, DropCause.RESET)
-        for session in list(self.saving):
-            self._stop_saving(session)
+            self.cut(session, 0, DropCause.RESET)
         rows = self.blocks.rows()  # the rest are rows of running requests
-        self._drop(rows[self.blocks.is_droppable(rows)], DropCause.RESET)
+        self.drop(rows[self.blocks.is_droppable(rows)], DropCause.RESET)
         if self.table.changed is not None:
             self.table.changed = {}
 
     def forget_resident(self, now: float) -> None:
         """Note that the pool has lost all KV. Sessions keep their saved blocks."""
         for session in list(self.table.by_id.values()):
-            if session.session_id not in self.table.by_id:
-                continue
             self._stop_saving(session)
             saved = self.blocks.saved_prefix(session.rows)
             if saved < len(session.rows):
@@ -1345,88 +1269,6 @@ class SessionManager:
             if len(session.rows) and not session.requests and not session.is_cold:
                 self._save_soon(session, now, is_pressed=False)
                 self._check_cold(session, now)
-
-    # -- pins -----------------------------------------------------------------------------------------
-
-    def _pin(self, session: Session) -> str:
-        """Pin a session, or its new blocks, too. Return the reason for a refusal, in a sentence; empty for none."""
-        self.points.leave_spare(session, DropCause.ABANDONED)
-        needed = self._pin_nbytes(session.rows, session.point_rows)
-        if refused := self._pin_refusal("pin", session, needed):
-            self._unpin(session)
-            return refused
-        was_pinned, session.is_pinned = session.is_pinned, True
-        self._pins[session] = needed
-        self.table.leave_order(session)
-        if not was_pinned:
-            self.table.touch(session)
-            self.events(Pinned(session.session_id, True))
-        return ""
-
-    def _keep(self, session: Session, tokens: int) -> str:
-        """Keep a session's first tokens, as a pin keeps all. Return the reason for a refusal; empty for none.
-
-        If resume points are needed, the whole session is kept, because its deepest resume point is at the end.
-        """
-        rows, before, refused = session.rows, session.kept, ""
-        most = len(rows) if tokens and self.points.is_needed else -(-tokens // self.shape.block_tokens)
-        session.kept = 0 if session.is_pinned else min(len(rows), most)
-        if not session.is_pinned:
-            self._pins.pop(session, None)
-        if session.kept:
-            self.points.leave_spare(session, DropCause.ABANDONED)
-            needed = self._pin_nbytes(rows[: session.kept], session.point_rows)
-            refused = self._pin_refusal("keep", session, needed)
-            if refused:
-                session.kept = 0
-            else:
-                self._pins[session] = needed
-        if session.kept < before:
-            self.table.enter_order_again(session)
-        return refused
-
-    def _pin_nbytes(self, rows: Rows, beside: Rows) -> int:
-        """Return the bytes that a pin counts for: rows of a session, and rows `beside` of its resume points.
-
-        A block that is exact because sessions share it counts with its size in the configured codec.
-        """
-        of_points = int(self.blocks.nbytes[beside].sum() + self.blocks.reserved[beside].sum())
-        if not self.shape.stores_main:
-            return of_points
-        shape = self.shape.groups[self.shape.main]
-        left = self._sink - self.blocks.depth[rows].astype(np.int64) * shape.tokens
-        counts = np.clip(left, 0, shape.tokens)
-        bounds = np.array([shape.bounds.get(tokens, shape.bounds[0]) for tokens in counts.tolist()], np.int64)
-        nbytes = self.blocks.nbytes[rows].astype(np.int64)
-        is_head = self.blocks.exact[rows] >= shape.tokens
-        counted = np.where(nbytes == 0, bounds, np.where(is_head, np.minimum(nbytes, bounds), nbytes))
-        return of_points + int(counted.sum())
-
-    def _pin_refusal(self, hint: str, session: Session, needed: int) -> str:
-        """Return why a pin is refused, without a number of other tenants; empty if it is not. hint: pin or keep."""
-        others = sum(nbytes for other, nbytes in self._pins.items() if other is not session)
-        tenant = session.tenant
-        own = sum(nbytes for other, nbytes in self._pins.items() if other is not session and other.tenant == tenant)
-        whole, part = self.shares.pinned, min(1.0, self.shares.of_tenant(tenant))
-        said = f"tiers.pinned_share is {whole:g}" + (f", the tenant's share {part:g}" if part < 1 else "")
-        if own + needed > (allowed := int(whole * part * self.budget_nbytes)):
-            return (
-                f"{hint} is refused: pinned sessions may take {allowed} bytes of the cold store ({said}), {own} are "
-                f"taken, and this session needs {needed}"
-            )
-        if others + needed > int(whole * self.budget_nbytes):
-            return (
-                f"{hint} is refused: {needed} bytes are not left of what all tenants' pinned sessions may take ({said})"
-            )
-        return ""
-
-    def _unpin(self, session: Session) -> None:
-        was_pinned, session.is_pinned = session.is_pinned, False
-        self._pins.pop(session, None)
-        if was_pinned:
-            self.table.enter_order(session)
-            self.table.touch(session)
-            self.events(Pinned(session.session_id, False))
 
     # -- orders and questions -------------------------------------------------------------------------
 
@@ -1448,7 +1290,9 @@ class SessionManager:
                 self._save_soon(session, now, is_pressed=False)
             case "expect":
                 self.said.await_return(session, seconds, tool, session.last_used if seconds is None else now)
-                self.table.told(session)
+                self.table.touch(session)
+                if session.session_id in self.table.order:
+                    self.table.enter_order(session)
             case "pin":
                 return self.said.pin(session, None if seconds is None else now + seconds)
             case "unpin":

@@ -6,13 +6,14 @@ A link never waits: threads of the journal and of the Redis client do the I/O.
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from manthan.manager.events import BlocksDropped, DropCause, LookedUp
+from manthan.manager.events import BlocksDropped, DropCause, LookedUp, StoreIsUp
 from manthan.manager.pool import BlockName, Mark
 from manthan.manager.session.blocks import NO_GROUP, NO_ROWS, NOBODY, FrontTier, Rows, common_prefix, first_false
 from manthan.manager.session.manager import Request, SessionManager
@@ -69,17 +70,13 @@ class _Link:
 
 
 class Adopted(NamedTuple):
-    """Result of `JournalLink.adopt`.
+    """Result of `JournalLink.adopt`."""
 
-    sessions: number of sessions entered, now cold. written: number of sessions in the journal. blocks: number of saved
-    blocks. nbytes: their bytes on all ranks. dropped: number of blocks without a session, or missing on a rank.
-    """
-
-    sessions: int
-    written: int
-    blocks: int
-    nbytes: int
-    dropped: int
+    sessions: int  # number of sessions entered, now cold
+    written: int  # number of sessions in the journal
+    blocks: int  # number of saved blocks
+    nbytes: int  # of these on all ranks
+    dropped: int  # number of blocks without a session, or missing on a rank
 
 
 class _Left(NamedTuple):
@@ -94,11 +91,6 @@ class _Left(NamedTuple):
         """Return the resume points needed by a session of `length` blocks: at the end, and at the last prompt's end."""
         depths = {length, min(length, self.facts["prompt_depth"])}
         return [point for point in self.points if point.depth in depths]
-
-    def spare(self, length: int) -> list[JournalPoint]:
-        """Return the spare resume points of a session of `length` blocks, the deepest first."""
-        needed = self.kept(length)
-        return [point for point in reversed(self.points) if point.depth < length and point not in needed]
 
 
 class JournalLink(_Link):
@@ -142,7 +134,7 @@ class JournalLink(_Link):
     def _records(self, changes: Iterable[tuple[str, Session | None]], now: float) -> Iterator[JournalSession]:
         offset = self._clock() - now
         for session_id, session in changes:
-            if session is not None and session.saving_since is not None:
+            if session in self._manager.saving:
                 continue  # the end of the saving changes the session again
             rows, points = (NO_ROWS, []) if session is None else self._saved(session)
             if session is None or not len(rows):
@@ -223,10 +215,9 @@ class JournalLink(_Link):
         again = [(session_id, table.by_id.get(session_id)) for session_id, told in self._told.items() if told is None]
         self._journal.tell(list(self._records(again, now)))
         are_saved = manager.blocks.are_saved(names)
-        strays = [name for name, is_saved in zip(names, are_saved, strict=True) if not is_saved]
-        for group in {group for group, _ in strays}:
-            hashes = [block_hash for number, block_hash in strays if number == group]
-            manager.events(BlocksDropped(group, hashes, DropCause.ABANDONED))
+        strays = sorted(name for name, is_saved in zip(names, are_saved, strict=True) if not is_saved)
+        for group, some in groupby(strays, itemgetter(0)):
+            manager.events(BlocksDropped(group, [block_hash for _, block_hash in some], DropCause.ABANDONED))
         usage = manager.usage()
         return Adopted(len(entered), len(written), usage.saved_blocks, usage.saved_nbytes, len(strays))
 
@@ -258,33 +249,28 @@ class JournalLink(_Link):
         length = self._fitting(left, sizes)
         if not length or left.session_id in manager.table.by_id:
             return None
-        manager.enter_tenant(tenant)
         session = manager.table.create(facts["name"], tenant, facts["created"], left.session_id)
         for name in (*HISTORY, *TIMES):
             setattr(session, name, facts[name])
         hashes = [block.block_hash for block in left.blocks[:length]]
         rows = manager.blocks.enter(manager.shape.session_group, hashes, 0)
         manager.table.extend(session, rows)
-        prompt = session.prompt_end.partition(":")[0]
-        if prompt.isdecimal() and int(prompt) <= length:
-            manager.table.enter_prompt(session, hashes[: int(prompt)], session.prompt_end)
+        count = session.prompt_end.partition(":")[0]
+        if count.isdecimal() and int(count) <= length:
+            manager.table.enter_prompt(session, session.prompt_end)
         self._save(rows, left.blocks[:length], sizes, tenant)
-        for point in left.kept(length):
-            self._place(session, point, sizes)
-        for point in left.spare(length):
-            if self._missing(point.parts, sizes).sum() <= min(manager.free_nbytes, manager.left_to(tenant)):
-                self._place(session, point, sizes, ends_prompt=True)
+        kept = left.kept(length)
+        spare = [point for point in reversed(left.points) if point.depth < length and point not in kept]
+        for point in (*kept, *spare):
+            if point in kept or self._missing(point.parts, sizes).sum() <= self._room(tenant):
+                rows = manager.enter_parts([(part.group, part.block_hash, part.position) for part in point.parts])
+                manager.points.place(session, point.depth, rows).ends_prompt |= point not in kept
+                self._save(rows, point.parts, sizes, tenant)
+                manager.points.stored(rows.tolist())
         return session
 
-    def _place(
-        self, session: Session, saved: JournalPoint, sizes: Mapping[BlockName, int], ends_prompt: bool = False
-    ) -> None:
-        """Enter a saved resume point."""
-        manager = self._manager
-        rows = manager.enter_parts([(part.group, part.block_hash, part.position) for part in saved.parts])
-        manager.points.place(session, saved.depth, rows).ends_prompt |= ends_prompt
-        self._save(rows, saved.parts, sizes, session.tenant)
-        manager.points.stored(rows.tolist())
+    def _room(self, tenant: str) -> int:
+        return min(self._manager.free_nbytes, self._manager.left_to(tenant))
 
     def _save(self, rows: Rows, blocks: Sequence[JournalBlock], sizes: Mapping[BlockName, int], tenant: str) -> None:
         if self._notes is not None:
@@ -296,7 +282,7 @@ class JournalLink(_Link):
 
     def _fitting(self, left: _Left, sizes: Mapping[BlockName, int]) -> int:
         """Return the number of a session's first blocks that fit; if needed, cut to a resume point."""
-        room = min(self._manager.free_nbytes, self._manager.left_to(left.facts["tenant"]))
+        room = self._room(left.facts["tenant"])
         taken = np.cumsum(self._missing(left.blocks, sizes))
         if not self._manager.points.is_needed:
             return int(np.searchsorted(taken, room, side="right"))
@@ -317,15 +303,13 @@ class JournalLink(_Link):
 
 @dataclass(slots=True)
 class _PromptLookup:
-    """Question to Redis: which of a request's blocks, `hashes[first:]`, exist there.
-
-    deadline: time at which the request continues without an answer; None until nothing else keeps it waiting.
-    """
+    """Question to Redis: which of a request's blocks, `hashes[first:]`, exist there."""
 
     request: Request
     hashes: Sequence[bytes]
     first: int
     deadline: float | None = None
+    """Time at which the request continues without an answer; None until nothing else keeps it waiting."""
 
 
 class RedisLink(_Link):
@@ -347,6 +331,7 @@ class RedisLink(_Link):
         super().__init__(manager, fronts)
         self.sessions, self._needed = sessions, needed
         self._lookups: dict[str, _PromptLookup] = {}
+        self._was_up: bool | None = None
         self.start, self.close = sessions.start, sessions.close
 
     def look_up(self, request: Request, usable: int) -> None:
@@ -393,7 +378,10 @@ class RedisLink(_Link):
         self._lookups.pop(request_id, None)
 
     def hear(self) -> None:
-        """Enter the blocks that Redis was found to have since the last call."""
+        """Enter the blocks that Redis was found to have since the last call. Report if Redis answers."""
+        if self.sessions.is_up is not self._was_up:
+            self._was_up = self.sessions.is_up
+            self._manager.events(StoreIsUp(self._was_up))
         for request_id, result in self.sessions.take().items() if self.sessions.has_answers else ():
             if (lookup := self._lookups.pop(request_id, None)) is None:
                 continue
@@ -436,7 +424,7 @@ class RedisLink(_Link):
             "state": session.state,
             "tokens": len(session.rows) * self._manager.shape.block_tokens,
             "blocks": len(saved),
-            "bytes": int(blocks.nbytes[saved].sum(dtype=np.int64)),
+            "bytes": blocks.nbytes_of(saved),
             "requests": session.uses,
             "hashes": sample(blocks.hashes(session.rows)),
             "created": iso(session.created + offset),

@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manthan.manager.events import PrefetchHit
-from manthan.manager.pool import MARKS, BlockName, Mark, Runway
+from manthan.manager.pool import MARKS, BlockName, Mark
 from manthan.manager.session.blocks import Rows, common_prefix
 from manthan.manager.session.manager import SessionManager
-from manthan.manager.session.table import Deadlines, Session, qualified
+from manthan.manager.session.table import Session, qualified
 from manthan.manager.transfer import RESET, STORE_DOWN, Answers, Transfer, TransferResult
+from manthan.policies.ranking import Ranking
 
 LEAD_S = 2.0
 """Seconds by which a prefetch precedes the expected return, but at most half of idle.after_s. A session restored
@@ -31,21 +32,16 @@ def lead_s(idle_after_s: float) -> float:
 
 @dataclass
 class _Load:
-    """Prefetch under way.
-
-    rows: rows of the session's and the resume point's blocks. block_ids: the pool's block of each row, all referenced.
-    is_loaded: for each row, False if its block was resident. marks: mark of each row at the load's begin. is_void: True
-    after a reset.
-    """
+    """Prefetch under way."""
 
     session_id: str
-    number: int
-    rows: Rows
-    block_ids: list[int]
-    is_loaded: list[bool]
-    marks: NDArray[np.uint8]
+    number: int  # of the session
+    rows: Rows  # of the session's and the resume point's blocks
+    block_ids: list[int]  # the pool's block of each row, all referenced
+    is_loaded: list[bool]  # for each row, false if its block was resident
+    marks: NDArray[np.uint8]  # of each row at the load's begin
     answers: Answers
-    is_void: bool = False
+    is_void: bool = False  # true after a reset
 
     def brings(self, row: int) -> bool:
         """True if this load will make the block with this row resident, so that a request need not load it."""
@@ -61,11 +57,11 @@ class Prefetcher:
         lead_s: seconds by which a prefetch precedes the expected return; None for no prefetches.
     """
 
-    def __init__(self, manager: SessionManager, runway: Runway, ranks: int, spare: int, lead_s: float | None) -> None:
-        self._manager, self._pool, self._ranks, self._spare = manager, manager.pool, ranks, spare
-        self._runway, self._lead_s = runway, lead_s
+    def __init__(self, manager: SessionManager, ranks: int, spare: int, lead_s: float | None) -> None:
+        self._manager, self._pool, self._runway = manager, manager.pool, manager.runway
+        self._ranks, self._spare, self._lead_s = ranks, spare, lead_s
         self._main = manager.shape.main
-        self.expected = Deadlines()  # for each expected session, the time from which it is in `to_load`
+        self.expected = Ranking()  # for each expected session, the time from which it is in `to_load`
         self.to_load: OrderedDict[str, tuple[float, int]] = OrderedDict()
         """By id of a session to prefetch: the time after which it is too late, and `Session.uses`, until used again."""
         self.load: _Load | None = None  # the prefetch under way
@@ -85,9 +81,9 @@ class Prefetcher:
         return self._lead_s is not None
 
     def _look_out(self, session: Session, now: float) -> None:
-        if self._lead_s is not None:
-            expected = session.expected if session.is_sure else None
-            self.expected.set(session.session_id, None if expected is None else max(now, expected - self._lead_s))
+        self.expected.discard(session.session_id)
+        if self._lead_s is not None and session.is_sure and session.expected is not None:
+            self.expected.set(session.session_id, max(now, session.expected - self._lead_s))
 
     def expect(self, told_ids: Iterable[str], tenant: str, now: float) -> None:
         """Note that a client is about to use sessions. Unknown ids, other tenants' and active sessions are ignored."""
@@ -100,7 +96,7 @@ class Prefetcher:
                 self.to_load[session.session_id] = late, session.uses
 
     def _forget(self, session: Session) -> None:
-        self.expected.set(session.session_id, None)
+        self.expected.discard(session.session_id)
         self.to_load.pop(session.session_id, None)
 
     def _awaited(self, now: float) -> list[Session]:
@@ -109,7 +105,7 @@ class Prefetcher:
         A session that is still idle stays in `to_load`, behind the others, because it may go cold before its return.
         """
         table = self._manager.table
-        for session_id in self.expected.pop_due(now):
+        for session_id in self.expected.pop_until(now):
             session = table.by_id.get(session_id)
             if session is not None and session.expected is not None:
                 late = session.expected + PATIENCE * self._manager.idle_after_s
@@ -182,13 +178,9 @@ class Prefetcher:
         """Return exact KV among the first `most` free blocks that is saved with a lossy codec: index there, and row."""
         manager, marks = self._manager, self._pool.marks
         ahead = [(at, block) for at, block in self._pool.saved(most) if not marks[block.block_id]]
-        found = list[tuple[int, int]]()
-        for group in {block.group for _, block in ahead}:
-            there = [(at, block.block_hash) for at, block in ahead if block.group == group]
-            rows = manager.blocks.find(group, [block_hash for _, block_hash in there])
-            is_lossy = (rows < 0) | ~manager.is_exact(rows)
-            found += [(at, row) for (at, _), row, lost in zip(there, rows.tolist(), is_lossy, strict=True) if lost]
-        return found
+        rows = manager.blocks.find([block.group for _, block in ahead], [block.block_hash for _, block in ahead])
+        is_lossy = (rows < 0) | ~manager.is_exact(rows)
+        return [(at, row) for (at, _), row, lost in zip(ahead, rows.tolist(), is_lossy, strict=True) if lost]
 
     def _spares(self, session: Session, exact: Sequence[tuple[int, int]]) -> bool:
         """True if a prefetch of a session overwrites none of this exact KV, except the session's own."""
@@ -222,13 +214,13 @@ class Prefetcher:
             for group, at in to_load
             if len(at)
         ]
-        answers, marks = Answers(jobs, self._ranks, session.session_id), manager.loaded_marks(rows)
+        answers, marks = Answers(jobs, session.session_id), manager.loaded_marks(rows)
         return _Load(session.session_id, session.number, rows, ids.tolist(), missing.tolist(), marks, answers)
 
     def answered(self, result: TransferResult, now: float) -> None:
         """Take a rank's result of the load under way."""
         assert self.load is not None
-        if self.load.answers.add(result):
+        if self.load.answers.add(result, self._ranks):
             self._settle(self.load, now)
 
     def _settle(self, ended: _Load, now: float) -> None:
@@ -298,4 +290,4 @@ class Prefetcher:
         answers = None if self.load is None else self.load.answers
         if answers is None or all(job.job_id != result.job_id for job in answers.jobs):
             return []
-        return self.abandon() if answers.add(result) else []
+        return self.abandon() if answers.add(result, self._ranks) else []

@@ -11,37 +11,28 @@ the session's older points, one remains in each stretch of blocks. A stretch is 
 to its distance from the session's end.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from manthan.manager.events import DropCause
-from manthan.manager.session.blocks import BlockTable, Rows
+from manthan.manager.session.blocks import Rows
 from manthan.manager.session.table import ResumePoint, Session
 
+if TYPE_CHECKING:
+    from manthan.manager.session.manager import SessionManager
+
+SPARE_SHARE = 1 / 8  # share of the budget that the spare points of all sessions may take
 MOST_SPARE = 16  # most spare points of a session, because each request checks all of them
 
 
 class ResumePoints:
-    """All resume points, and their sessions.
+    """All resume points, and their sessions."""
 
-    Args:
-        is_needed: True if the model has windows or states, so that it needs resume points.
-        drop: drops saved blocks that no point uses any more.
-        touch: called with each session whose resume points change.
-        spare_nbytes: returns the most bytes for the spare points of all sessions.
-    """
-
-    def __init__(
-        self,
-        blocks: BlockTable,
-        is_needed: bool,
-        drop: Callable[[Rows, DropCause], None],
-        touch: Callable[[Session], None],
-        spare_nbytes: Callable[[], int],
-    ) -> None:
-        self._blocks, self.is_needed, self._drop, self._touch = blocks, is_needed, drop, touch
-        self._spare_nbytes = spare_nbytes
+    def __init__(self, manager: "SessionManager") -> None:
+        self._manager, self._blocks, self._touch = manager, manager.blocks, manager.table.touch
+        self.is_needed = manager.shape.needs_points  # True if the model has windows or states
         self._spare: dict[Session, list[ResumePoint]] = {}  # spare points by session, the deepest last
         self._taken: dict[Session, int] = {}  # bytes of the blocks that only the session's spare points use
         self._at: dict[int, ResumePoint] = {}  # points by `ResumePoint.row`
@@ -106,15 +97,12 @@ class ResumePoints:
         del self._at[point.row]
         self._standing.discard(point.row)
         for part in point.rows.tolist():
-            of_part = self._of[part]
-            del of_part[point.row]
-            if not of_part:
+            del self._of[part][point.row]
+            if not self._of[part]:
                 del self._of[part]
         blocks = self._blocks
         unused = point.rows[blocks.users[point.rows] == 1]
-        saved = unused[blocks.is_droppable(unused)]
-        if len(saved):
-            self._drop(saved, cause)
+        self._manager.drop(unused[blocks.is_droppable(unused)], cause)
         blocks.use(point.rows, -1)
         self._set_spare(session, spare)  # the session's points may be the last users of a block
 
@@ -135,10 +123,9 @@ class ResumePoints:
         saved = self._blocks.saved_prefix(session.rows)
         ready = [point for point in standing if point.depth <= saved]
         others = [point for point in standing[:-1] if point not in ready[-1:] and point.depth != session.prompt_depth]
-        spare = [point for point in others if point.ends_prompt and not session.is_pinned]
-        self._set_spare(session, spare)
+        self._set_spare(session, [point for point in others if point.ends_prompt and not session.is_pinned])
         for point in others:
-            if point not in spare:
+            if not point.ends_prompt or session.is_pinned:
                 self.leave(session, point, DropCause.ABANDONED)
         while len(self._spare.get(session, ())) > MOST_SPARE:
             self._leave_spare(session)
@@ -152,7 +139,7 @@ class ResumePoints:
 
     def _bound(self) -> None:
         """Take spare points from sessions until the rest is within the share."""
-        while sum(self._taken.values()) > self._spare_nbytes():
+        while sum(self._taken.values()) > int(SPARE_SHARE * self._manager.budget_nbytes):
             self._leave_spare(max(self._taken, key=self._taken.__getitem__))
 
     def _set_spare(self, session: Session, points: list[ResumePoint]) -> None:
@@ -164,7 +151,7 @@ class ResumePoints:
         if points:
             rows = np.unique(np.concatenate([point.rows for point in points]))
             self._spare[session] = points
-            self._taken[session] = int(self._blocks.nbytes[rows[self._blocks.users[rows] == 1]].sum(dtype=np.int64))
+            self._taken[session] = self._blocks.nbytes_of(rows[self._blocks.users[rows] == 1])
 
     def recount(self, session: Session) -> None:
         """Count the bytes of a session's spare points again, after refinements of its blocks were cut."""
@@ -185,10 +172,10 @@ class ResumePoints:
 
     def lose(self, row: int, cause: DropCause) -> list[Session]:
         """Remove the points that need a lost block. Return the sessions that had them. row: of the block."""
-        found: dict[Session, None] = {}
-        for point in list(self._of.get(row, {}).values()):
+        points = list(self._of.get(row, {}).values())
+        found = dict.fromkeys(session for point in points for session in point.sessions)
+        for point in points:
             for session in list(point.sessions):
-                found[session] = None
                 self.leave(session, point, cause)
         self._bound()
         return list(found)

@@ -5,11 +5,11 @@ session.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum, auto
 from hashlib import blake2b
 from itertools import count, islice
-from math import inf
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct, field
@@ -18,6 +18,7 @@ from manthan.manager.pool import Owner
 from manthan.manager.session.blocks import (
     MOST_INNER,
     NO_ROWS,
+    NOBODY,
     BlockTable,
     MemoryShape,
     Rows,
@@ -25,12 +26,24 @@ from manthan.manager.session.blocks import (
     first_false,
 )
 from manthan.policies import EvictionPolicy, SessionView
-from manthan.policies.ranking import Ranking
 
 REMEMBERED = 1024  # sessions still recognized when their KV is gone; two more for each session with KV
 MOST_RELATIVES = 64  # sessions of a family, because each drop checks all of them; later ones do not join
 
 _NO_REQUESTS: frozenset[str] = frozenset()
+
+
+class Shares(NamedTuple):
+    """Shares of the tiers' budget. 1 is the whole budget."""
+
+    pinned: float = 0.25  # for all pinned sessions together; a tenant's may take this part of the tenant's share
+    tenants: Mapping[str, float] = {}  # "*" stands for each tenant without a share of its own
+    heads: float = 0.25  # share for first blocks that sessions share, which are stored exact
+
+    def of_tenant(self, tenant: str) -> float:
+        """Return the share of a tenant; 1 for no tenant."""
+        others = 1.0 if tenant in ("", NOBODY) else self.tenants.get("*", 1.0)
+        return self.tenants.get(tenant, others)
 
 
 class SessionState(StrEnum):
@@ -42,35 +55,27 @@ class SessionState(StrEnum):
 
 
 class ResumePoint(Struct, eq=False, gc=False):
-    """Blocks of further KV cache groups needed to go on behind a session's block: a window's last blocks, or a state.
+    """Blocks of further KV cache groups needed to go on behind a session's block: a window's last, or a state."""
 
-    row: row number of the session's block in the BlockTable. depth: number of the session's blocks up to the point.
-    rows: row numbers of the further groups' blocks. ends_prompt: True if a prompt ended at the point. sessions: the
-    sessions with the point; the values are unused.
-    """
-
-    row: int
-    depth: int
-    rows: Rows
-    ends_prompt: bool = False
-    sessions: "dict[Session, None]" = field(default_factory=dict)
+    row: int  # of the session's block in the BlockTable
+    depth: int  # number of the session's blocks up to the point
+    rows: Rows  # of the further groups' blocks
+    ends_prompt: bool = False  # true if a prompt ended at the point
+    sessions: "dict[Session, None]" = field(default_factory=dict)  # with the point
 
 
 class Session(Struct, eq=False, gc=False):
     """Conversation or agent.
 
     Python's garbage collector ignores sessions, because a full collection would take seconds with many sessions. So
-    every reference cycle through a session must be broken when the session is forgotten.
-
-    name: given by the client; None without a name. number: counts this engine's sessions, and is never used again.
-    rows: row numbers of the session's blocks in the BlockTable. requests: ids of the running requests. Times are
-    seconds on the engine's monotonic clock.
+    every reference cycle through a session must be broken when the session is forgotten. Times are seconds on the
+    engine's monotonic clock.
     """
 
     session_id: str
-    name: str | None
+    name: str | None  # given by the client
     tenant: str
-    number: int
+    number: int  # counts this engine's sessions, and is never used again
     created: float
     last_used: float
     owner: Owner = ("", "")
@@ -78,14 +83,13 @@ class Session(Struct, eq=False, gc=False):
 
     A nameless session that repeats an older session's whole prompt has the older session's owner.
     """
-    rows: Rows = field(default_factory=lambda: NO_ROWS)
-    requests: frozenset[str] = _NO_REQUESTS
+    rows: Rows = field(default_factory=lambda: NO_ROWS)  # of the session's blocks in the BlockTable
+    requests: frozenset[str] = _NO_REQUESTS  # ids of the running requests
     is_cold: bool = False
     points: tuple[ResumePoint, ...] = ()  # resume points, the deepest last
     prompt_depth: int = 0  # depth of the resume point at the end of the last prompt, kept besides the deepest
     refusals: int = 0  # number of consecutive refusals for lack of room in the tiers
     refused_until: float = 0.0  # time until which the session is not saved, after a failed store
-    saving_since: float | None = None  # time at which the saving began; None if the session is not being saved
     is_pressed: bool = False  # true if the session is being saved because memory is short
     stored: int = 0  # blocks saved since the last request's begin, or since the session went cold
     stored_nbytes: int = 0
@@ -117,7 +121,7 @@ class Session(Struct, eq=False, gc=False):
     parent: str | None = None  # name of the session that this one works for; there may be no such session
     family: str | None = None  # name of the first ancestor, in a family of several; see `SessionTable.join`
     answer: bytes = b""  # hash of the first full block that has a token of the last answer; empty for none
-    prompt_end: str = ""  # number of the last prompt's full blocks, and a digest of later tokens; empty if unknown
+    prompt_end: str = ""  # `digest_of` the last prompt
 
     def __post_init__(self) -> None:
         self.owner = self.tenant, f"#{self.number}" if self.name is None else f"={self.name}"
@@ -154,35 +158,6 @@ def _prefix(tenant: str, name: str) -> str:
     if tenant:
         return tenant.replace("%", "%25").replace("/", "%2F") + "/"
     return "/" if "/" in name else ""
-
-
-class Deadlines:
-    """A time for each session id. Each call takes O(log n). Times are seconds on the engine's clock."""
-
-    def __init__(self) -> None:
-        self._when = Ranking()
-
-    def __contains__(self, session_id: str) -> bool:
-        return session_id in self._when
-
-    @property
-    def first(self) -> float:
-        """The earliest time; infinity if there is none."""
-        first = self._when.first()
-        return inf if first is None else first.rank
-
-    def set(self, session_id: str, when: float | None) -> None:
-        """Set the time of a session, or remove the time with None."""
-        if when is None:
-            self._when.discard(session_id)
-        elif self._when.get(session_id) != when:
-            self._when.set(session_id, when)
-
-    def pop_due(self, now: float) -> Iterator[str]:
-        """Yield the ids of sessions whose time has come, and remove them."""
-        while (first := self._when.first()) is not None and first.rank <= now:
-            self._when.discard(first.key)
-            yield first.key
 
 
 class Order:
@@ -228,38 +203,21 @@ class Order:
             yield from policy.victims()
 
 
-class SessionsBy:
-    """Sessions by a key, those of a key in the order of `add`.
+class SessionsBy(dict[object, tuple[Session, ...]]):
+    """Sessions by a key, those of a key in the order of `add`. Python's garbage collector ignores such tuples."""
 
-    Most keys have one session. Such a session has no container, so that Python's garbage collector has less to visit.
-    """
-
-    def __init__(self) -> None:
-        self._first: dict[object, Session] = {}  # first session of each key
-        self._others: dict[object, dict[Session, None]] = {}
-
-    def get(self, key: object) -> Iterable[Session]:
-        """Return the sessions of a key."""
-        first = self._first.get(key)
-        return () if first is None else (first, *self._others.get(key, ()))
+    def __missing__(self, key: object) -> tuple[Session, ...]:
+        return ()
 
     def add(self, key: object, session: Session) -> None:
         """Enter a session, once."""
-        if self._first.setdefault(key, session) is not session:
-            self._others.setdefault(key, {})[session] = None
+        self[key] = (*self[key], session)
 
     def remove(self, key: object, session: Session) -> None:
         """Take out a session. The key must have the session."""
-        others = self._others.get(key, {})
-        if self._first[key] is not session:
-            del others[session]
-        elif others:
-            self._first[key] = next(iter(others))
-            del others[self._first[key]]
-        else:
-            del self._first[key]
-        if not others:
-            self._others.pop(key, None)
+        self[key] = tuple(one for one in self[key] if one is not session)
+        if not self[key]:
+            del self[key]
 
 
 class SessionTable:
@@ -273,21 +231,26 @@ class SessionTable:
     """
 
     def __init__(
-        self, make_policy: Callable[[], EvictionPolicy], shape: MemoryShape, blocks: BlockTable, label: str = ""
+        self,
+        make_policy: Callable[[], EvictionPolicy],
+        shape: MemoryShape,
+        blocks: BlockTable,
+        label: str,
+        shares: Shares,
     ) -> None:
-        self.shape, self.blocks = shape, blocks
+        self.shape, self.blocks, self._shares = shape, blocks, shares
         self.by_id: dict[str, Session] = {}
         self.by_number: dict[int, Session] = {}
         self.states: Counter[SessionState] = Counter()
-        self.order = Order(make_policy)  # unpinned sessions with compressed blocks to drop, until evicted
         self.resident = Order(make_policy)
         """Sessions that may have resident blocks: used since a check last found no resident block."""
-        self.order_of: dict[str, Order] = {}  # the same as `order`, for each tenant with a quota and sessions
-        self.refined = defaultdict[tuple[str | None, int], Order](lambda: Order(make_policy))
-        """Unpinned sessions that may have blocks with at least so many refinements as the key's number.
+        self.orders = defaultdict[tuple[str | None, int], Order](lambda: Order(make_policy))
+        """Unpinned sessions that have compressed blocks to drop, for number 0 of the key.
 
-        The key also has a tenant with a quota, or None for all tenants. Empty for a codec without refinements.
+        For other numbers, unpinned sessions that may have blocks with at least so many refinements. The key also has a
+        tenant with a quota, or None for all tenants.
         """
+        self.order = self.orders[None, 0]
         self.changed: dict[str, None] | None = None  # ids of changed sessions; None before `take_changes`
         self.gone: list[Callable[[Session], None]] = []  # functions to call with each forgotten session
         self._numbers = count(1)
@@ -296,8 +259,7 @@ class SessionTable:
         self._of_tenant = defaultdict[str, dict[Session, None]](dict)
         self._families: dict[tuple[str, str], dict[Session, None]] = {}
         """Sessions with a parent or a child, by tenant and the name of their first ancestor."""
-        self._prompts: dict[bytes, Session] = {}  # last session that asked a prompt, by `_prompt_key`
-        self._prompt_of: dict[Session, bytes] = {}
+        self._prompts: dict[str, Session] = {}  # last session that asked a prompt, by `Session.prompt_end`
         self._remembered: dict[bytes, Session] = {}
         """Sessions by tenant and `Session.tip`, with or without blocks. The oldest are removed, several at once."""
         self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
@@ -309,18 +271,18 @@ class SessionTable:
     def create(self, name: str | None, tenant: str, now: float, session_id: str = "") -> Session:
         """Enter a new session without blocks. session_id: the id; empty for a new id."""
         session = Session(session_id or self._new_id(name, tenant), name, tenant, next(self._numbers), now, now)
-        session.stays_out = any(other.stays_out for other in self._named.get((tenant, name)))
+        session.stays_out = any(other.stays_out for other in self._named[tenant, name])
         self._enter(session)
         return session
 
     def rows_of(self, name: str | None, tenant: str) -> Rows:
         """Return the rows of the tenant's first session of this name; none without a name."""
-        found = () if name is None else self._named.get((tenant, name))
+        found = () if name is None else self._named[tenant, name]
         return next((session.rows for session in found), NO_ROWS)
 
     def stay_out(self, session: Session, stays_out: bool) -> None:
         """Set `stays_out` of a session, and of all the tenant's sessions of the same name."""
-        for one in (session, *self._named.get((session.tenant, session.name))):
+        for one in (session, *self._named[session.tenant, session.name]):
             one.stays_out = stays_out
             self.touch(one)
 
@@ -341,7 +303,7 @@ class SessionTable:
         There may be no session of the parent's name. Sessions that name each other in a circle are one family.
         """
         session.parent = parent
-        parents = list(islice(self._named.get((session.tenant, parent)), MOST_RELATIVES))
+        parents = list(islice(self._named[session.tenant, parent], MOST_RELATIVES))
         family = next((one.family for one in parents if one.family), parent)
         for one in (session, *parents):
             self._join(one, family)
@@ -405,19 +367,13 @@ class SessionTable:
         session.last_used = now
         self.enter_order(session)
 
-    def told(self, session: Session) -> None:
-        """Report new facts about a session to the policy."""
-        self.touch(session)
-        if session.session_id in self.order:
-            self.enter_order(session)
-
     def extend(self, session: Session, rows: Rows) -> None:
         """Add blocks to the end of a session."""
         if not len(rows):
             return
         self._set_rows(session, np.concatenate([session.rows, rows]))
         self.blocks.use(rows, +1)
-        self.blocks.belong(rows, session.number)
+        self.blocks.change_origin(rows, 0, session.number)
         self.set_cold(session, False)
 
     def truncate(self, session: Session, length: int) -> None:
@@ -425,7 +381,7 @@ class SessionTable:
         self.touch(session)
         if len(cut := session.rows[length:]):
             self._set_rows(session, session.rows[:length].copy())
-            self.blocks.leave(cut, session.number)
+            self.blocks.change_origin(cut, session.number, 0)
             self.blocks.use(cut, -1)
         if not length and not session.requests and self.by_id.get(session.session_id) is session:
             self._forget(session)
@@ -445,14 +401,13 @@ class SessionTable:
         self.resident.leave(session.session_id)
         if session.name is not None:
             self._named.remove((session.tenant, session.name), session)
-        self._forget_prompt(session)
+        self.enter_prompt(session, "")
         self._leave_family(session)
         del self._of_tenant[session.tenant][session]
         if not self._of_tenant[session.tenant]:  # clients may make up any number of tenants
             del self._of_tenant[session.tenant]
-            self.order_of.pop(session.tenant, None)
-            for key in [key for key in self.refined if key[0] == session.tenant]:
-                del self.refined[key]
+            for key in [key for key in self.orders if key[0] == session.tenant]:
+                del self.orders[key]
             self._anonymous.pop(session.tenant, None)
             self._forks.pop(session.tenant, None)
         for tell in self.gone:
@@ -468,29 +423,16 @@ class SessionTable:
         """Tell the policy of a session's use, or enter a session that has compressed blocks to drop again."""
         view = self._view(session)
         self.resident.used(view, session.priority)
-        if session.is_pinned:
-            return
-        levels = self.shape.groups[self.shape.main].levels
-        for order in (*self._orders(session), *(self.refined[key] for key in self._refined(session, levels))):
+        levels = 0 if session.is_pinned else self.shape.groups[self.shape.main].levels
+        for order in self._orders(session, 0, levels):
             order.used(view, session.priority)
 
     def enter_refined(self, session: Session) -> None:
         """Enter a session whose newly stored blocks may have refinements to cut."""
         levels = 0 if session.is_pinned else self.shape.groups[self.shape.main].levels
-        for key in self._refined(session, levels):
-            if session.session_id not in self.refined[key]:
-                self.refined[key].used(self._view(session), session.priority)
-
-    def leave_refined(self, session: Session, level: int) -> None:
-        """Take out a session that has no block left to cut to below `level` refinements."""
-        for key in self._refined(session, MOST_INNER + 1, level):
-            if key in self.refined:
-                self.refined[key].leave(session.session_id)
-
-    def _refined(self, session: Session, levels: int, level: int = 1) -> Iterator[tuple[str | None, int]]:
-        """Yield the session's keys in `refined`, of the levels from `level` to below `levels`."""
-        tenants = [None, session.tenant] if session.tenant in self.order_of else [None]
-        return ((tenant, each) for tenant in tenants for each in range(level, levels))
+        for order in self._orders(session, 1, levels):
+            if session.session_id not in order:
+                order.used(self._view(session), session.priority)
 
     def enter_order_again(self, session: Session) -> None:
         """Enter a session that left the order and has compressed blocks to drop again."""
@@ -499,22 +441,27 @@ class SessionTable:
 
     def leave_order(self, session: Session, *, evicted: bool = False) -> None:
         """Take out a session without blocks to drop. evicted: True if they were dropped by the policy's choice."""
-        for order in self._orders(session):
+        for order in self._orders(session, 0, 1):
             order.leave(session.session_id, evicted=evicted)
         self.leave_refined(session, 1)
 
-    def _orders(self, session: Session) -> Iterator[Order]:
-        yield self.order
-        if (order := self.order_of.get(session.tenant)) is not None:
-            yield order
+    def leave_refined(self, session: Session, level: int) -> None:
+        """Take out a session that has no block left to cut to below `level` refinements."""
+        for order in self._orders(session, level, MOST_INNER + 1):
+            order.leave(session.session_id)
+
+    def _orders(self, session: Session, level: int, levels: int) -> list[Order]:
+        """Return the session's orders of the numbers from `level` to below `levels`; see `orders`."""
+        tenants = [None, session.tenant] if self._shares.of_tenant(session.tenant) < 1 else [None]
+        return [self.orders[tenant, each] for tenant in tenants for each in range(level, levels)]
 
     def _view(self, session: Session) -> SessionView:
         blocks = len(session.rows)
-        nbytes = self.blocks.nbytes[session.point_rows].sum(dtype=int) if session.points else 0
+        nbytes = self.blocks.nbytes_of(session.point_rows) if session.points else 0
         return SessionView(
             session.session_id,
             blocks * self.shape.block_tokens,
-            blocks * self.shape.cold_nbytes + int(nbytes),
+            blocks * self.shape.cold_nbytes + nbytes,
             session.created,
             session.last_used,
             session.uses,
@@ -589,36 +536,30 @@ class SessionTable:
         is_next = name is not None and 0 < session.prompt_tokens < tokens and not session.requests
         return length if is_next else len(session.rows)
 
-    def own_blocks(self, session: Session, hashes: Sequence[bytes], rows: Rows, tail: bytes | None) -> int:
+    def own_blocks(self, session: Session, rows: Rows, prompt: str) -> int:
         """Return the number of a prompt's first blocks that the session has, or a session of the same name.
 
         Behind these blocks, the request takes exact blocks only. A request without a name that repeats a session's
         whole prompt counts as the same client's.
 
         Args:
-            tail: the prompt's tokens behind the full blocks, as bytes; None if unknown.
+            prompt: digest of the prompt; see `digest_of`.
         """
         if session.name is not None:
             return self._nearest(self._used(rows), session.name, session.tenant)[0]
-        if not len(session.rows) and hashes and (end := prompt_end(hashes, tail)):
-            origin = self._prompts.get(_prompt_key(session.tenant, hashes[-1], end))
-            if origin is not None and len(origin.rows) >= len(hashes):
-                session.owner = origin.owner
-                return len(hashes)
+        origin = None if len(session.rows) else self._prompts.get(prompt)
+        if origin is not None and len(origin.rows) >= len(rows):
+            session.owner = origin.owner
+            return len(rows)
         return common_prefix(session.rows, rows)
 
-    def enter_prompt(self, session: Session, hashes: Sequence[bytes], end: str) -> None:
-        """Note a session's newest prompt. hashes: of the full blocks. end: see `Session.prompt_end`."""
-        self._forget_prompt(session)
-        session.prompt_end = end
-        if hashes and end:
-            key = _prompt_key(session.tenant, hashes[-1], end)
-            self._prompts[key], self._prompt_of[session] = session, key
-
-    def _forget_prompt(self, session: Session) -> None:
-        key = self._prompt_of.pop(session, None)
-        if key is not None and self._prompts.get(key) is session:
-            del self._prompts[key]
+    def enter_prompt(self, session: Session, prompt: str) -> None:
+        """Note a session's newest prompt, by its digest; empty for none."""
+        if self._prompts.get(session.prompt_end) is session:
+            del self._prompts[session.prompt_end]
+        session.prompt_end = prompt
+        if prompt:
+            self._prompts[prompt] = session
 
     def _used(self, rows: Rows) -> Rows:
         """Return the rows up to the first that no session has."""
@@ -627,7 +568,7 @@ class SessionTable:
     def _longest(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
         """Return the longest session, of this name or any, whose last block is among these rows."""
         for row in reversed(rows.tolist()):
-            for session in self._ending.get(row):
+            for session in self._ending[row]:
                 if session.tenant == tenant and name in (None, session.name):
                     return session
         return None
@@ -635,7 +576,7 @@ class SessionTable:
     def _nearest(self, rows: Rows, name: str | None, tenant: str) -> tuple[int, Session | None]:
         """Return the session, of this name or any, with the most of these rows from the first on, and their number."""
         best, found = 0, None
-        some: Iterable[Session] = self._of_tenant.get(tenant, ()) if name is None else self._named.get((tenant, name))
+        some: Iterable[Session] = self._of_tenant.get(tenant, ()) if name is None else self._named[tenant, name]
         for session in some if len(rows) else ():
             if best < len(session.rows) and session.rows[best] == rows[best]:
                 best, found = common_prefix(session.rows, rows), session
@@ -669,7 +610,7 @@ class SessionTable:
             return
         session.created, session.uses, session.last_used = origin.created, origin.uses, origin.last_used
         session.left_tokens = (len(origin.rows) - known) * self.shape.block_tokens
-        for order in (*self._orders(origin), *self.refined.values(), self.resident):
+        for order in (*self.orders.values(), self.resident):
             order.superseded(origin.session_id)
 
     def _holder(self, row: int, tenant: str) -> Session | None:
@@ -713,8 +654,7 @@ class SessionTable:
         """Enter a remembered session again. The history and the hints stay."""
         if session.session_id in self.by_id:
             session.session_id = self._new_id(session.name, session.tenant)
-        session.is_cold, session.saving_since = False, None
-        session.refusals, session.refused_until = 0, 0.0
+        session.is_cold, session.refusals, session.refused_until = False, 0, 0.0
         self._enter(session)
 
     def _new_id(self, name: str | None, tenant: str) -> str:
@@ -727,11 +667,14 @@ class SessionTable:
         return next(full for told in names if (full := qualified(told, tenant)) not in taken)
 
 
-def prompt_end(hashes: Sequence[bytes], tail: bytes | None) -> str:
-    """Return `Session.prompt_end`, which differs for prompts with the same full blocks. tail: see `own_blocks`."""
-    return "" if tail is None else f"{len(hashes)}:{blake2b(tail, digest_size=16).hexdigest()}"
+def digest_of(tenant: str, hashes: Sequence[bytes], tail: bytes | None) -> str:
+    """Return the number of a prompt's full blocks, and a digest of a tenant's whole prompt; empty if unknown.
 
-
-def _prompt_key(tenant: str, last: bytes, end: str) -> bytes:
-    """Return the key of a tenant's prompt: the hash of the last full block, and the end; see `prompt_end`."""
-    return b"\0".join((tenant.encode(), end.encode(), last))  # no tuple, for the garbage collector
+    Args:
+        hashes: block hashes of the full blocks.
+        tail: the prompt's tokens behind the full blocks, as bytes; None if unknown.
+    """
+    if tail is None or not hashes:
+        return ""
+    whole = b"\0".join((tenant.encode(), hashes[-1], tail))
+    return f"{len(hashes)}:{blake2b(whole, digest_size=16).hexdigest()}"

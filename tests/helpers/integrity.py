@@ -14,11 +14,12 @@ import numpy as np
 from manthan.manager.driver import Driver
 from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import NO_GROUP, SAVED, STORING
-from manthan.manager.session.manager import SPARE_SHARE, SessionManager
-from manthan.manager.session.resume_points import MOST_SPARE
-from manthan.manager.session.table import MOST_RELATIVES, Deadlines, Order, ResumePoint
+from manthan.manager.session.manager import SessionManager
+from manthan.manager.session.resume_points import MOST_SPARE, SPARE_SHARE
+from manthan.manager.session.table import MOST_RELATIVES, Order, ResumePoint
 from manthan.manager.tiers.arena import GRANULE, Arena
 from manthan.manager.tiers.arena_tier import ArenaTier
+from manthan.policies.ranking import Ranking
 
 
 class IntegrityError(AssertionError):
@@ -176,8 +177,6 @@ def _sessions(manager: SessionManager) -> Findings:
         if session.is_cold:
             yield not session.requests, f"{session_id} is cold, and requests run: {session.requests}"
             yield bool(blocks.is_saved(rows).all()), f"{session_id} is cold, and not all of it is saved"
-        is_saving = session in manager.saving
-        yield is_saving == (session.saving_since is not None), f"{session_id} is being saved: {is_saving}"
     yield len(table.by_number) == len(table.by_id), f"{len(table.by_number)} numbers of {len(table.by_id)} sessions"
     for session in manager.saving:
         yield table.by_id.get(session.session_id) is session, f"{session.session_id} is being saved and is gone"
@@ -192,23 +191,24 @@ def _links(manager: SessionManager) -> Findings:
     table = manager.table
     sessions = list(table.by_id.values())
     ends = {(int(session.rows[-1]), session) for session in sessions if len(session.rows)}
-    kept = {(row, session) for row in table._ending._first for session in table._ending.get(row)}
+    kept = {(row, session) for row in table._ending for session in table._ending[row]}
     yield ends == kept, f"{len(ends)} sessions have an end, and {len(kept)} ends are kept"
     names = {((session.tenant, session.name), session) for session in sessions if session.name is not None}
-    named = {(name, session) for name in table._named._first for session in table._named.get(name)}
+    named = {(name, session) for name in table._named for session in table._named[name]}
     yield names == named, f"{len(names)} names are in use, and {len(named)} are kept"
     counts = Counter(session.tenant for session in sessions)
     owned = {(tenant, session) for tenant, some in table._of_tenant.items() for session in some or [None]}
     yield owned == {(session.tenant, session) for session in sessions}, "tenants do not have their sessions"
-    for name, by_tenant in (("orders", table.order_of), ("numbers", table._anonymous), ("branches", table._forks)):
+    order_of = {tenant: order for (tenant, level), order in table.orders.items() if tenant is not None and not level}
+    for name, by_tenant in (("orders", order_of), ("numbers", table._anonymous), ("branches", table._forks)):
         yield set(by_tenant) <= set(counts), f"{name} are kept of tenants {set(by_tenant)}, and there are {set(counts)}"
     families = {((session.tenant, session.family), session) for session in sessions if session.family is not None}
     kept = {(family, session) for family, some in table._families.items() for session in some or [None]}
     yield families == kept, f"{len(families)} sessions have a family, and {len(kept)} are kept"
     yield all(len(some) <= MOST_RELATIVES for some in table._families.values()), "a family is too large"
     yield set(manager._heirs) <= set(sessions), "a session that is gone is to enter the order"
-    yield set(table._prompt_of) <= set(sessions), "a prompt is of a session that is gone"
-    last = {key: session for session, key in table._prompt_of.items() if table._prompts.get(key) is session}
+    yield set(table._prompts.values()) <= set(sessions), "a prompt is of a session that is gone"
+    last = {one.prompt_end: one for one in sessions if table._prompts.get(one.prompt_end) is one}
     yield table._prompts == last, "prompts by name are not those by session"
     for tip, session in table._remembered.items():
         yield session.tenant.encode() + session.tip == tip, f"{session.session_id} is remembered by another's tip"
@@ -271,7 +271,9 @@ def _orders(manager: SessionManager) -> Findings:
         session, level = table.by_id[session_id], table.order._level_of[session_id]
         yield not session.is_pinned, f"{session_id} is pinned and may be dropped"
         yield level == session.priority or bool(session.requests), f"{session_id} has priority {session.priority}"
-    for tenant, order in table.order_of.items():
+    for (tenant, level), order in table.orders.items():
+        if tenant is None or level:
+            continue
         own = {session_id for session_id in listed if table.by_id[session_id].tenant == tenant}
         yield _listed(order) == own, f"the order of {tenant!r} has {_listed(order)}, and that of all {own}"
     for session in table.by_id.values():
@@ -299,9 +301,12 @@ def _budget(manager: SessionManager) -> Findings:
         share, taken = shares.of_tenant(tenant), blocks.taken_by(tenant)
         yield share >= 1 or taken <= share * budget, f"tenant {tenant!r} takes {taken} bytes, of {share:g} of {budget}"
     pinned = {session for session in manager.table.by_id.values() if session.is_pinned or session.kept}
-    yield set(manager._pins) == pinned, f"{len(pinned)} sessions are pinned, and {len(manager._pins)} are counted"
-    total, own = sum(manager._pins.values()), Counter[str]()
-    for session, nbytes in manager._pins.items():
+    yield (
+        set(manager.said.pinned) == pinned,
+        f"{len(pinned)} sessions are pinned, and {len(manager.said.pinned)} are counted",
+    )
+    total, own = sum(manager.said.pinned.values()), Counter[str]()
+    for session, nbytes in manager.said.pinned.items():
         own[session.tenant] += nbytes
     yield total <= shares.pinned * budget, f"pinned sessions take {total}, of {shares.pinned:g} of {budget}"
     for tenant, nbytes in own.items():
@@ -318,19 +323,18 @@ def _deadlines(manager: SessionManager) -> Findings:
         whens = _whens(deadlines)
         yield whens.keys() <= table.by_id.keys(), f"{name}: {whens.keys() - table.by_id.keys()} are gone"
         first = min(whens.values(), default=inf)
-        yield deadlines.first == first, f"{name}: the first is kept as {deadlines.first}, and is {first}"
+        yield deadlines.least == first, f"{name}: the first is kept as {deadlines.least}, and is {first}"
     for session in table.by_id.values():
         ends = [until for until, _ in session.keeps] + ([session.pinned_until] if session.pinned_until else [])
         until = min(ends, default=None)
-        yield said.pins._when.get(session.session_id) == until, f"the pin of {session.session_id} ends at {until}"
+        yield said.pins.get(session.session_id) == until, f"the pin of {session.session_id} ends at {until}"
     for session_id in _whens(manager.due):
         state = table.by_id[session_id].state
         yield not table.by_id[session_id].requests, f"{session_id} is {state} and is to be saved"
 
 
-def _whens(deadlines: Deadlines) -> dict[str, float]:
-    ids = list(deadlines._when.in_order())
-    return {session_id: deadlines._when.get(session_id) for session_id in ids}  # type: ignore[misc]
+def _whens(deadlines: Ranking) -> dict[str, float]:
+    return {session_id: deadlines.get(session_id) for session_id in deadlines.in_order()}  # type: ignore[misc]
 
 
 # -- transfers --------------------------------------------------------------------------------------------
@@ -339,14 +343,13 @@ def _whens(deadlines: Deadlines) -> dict[str, float]:
 def _under_way(manager: SessionManager, driver: Driver) -> Findings:
     """The driver's requests, stores and loads."""
     blocks, pool = manager.blocks, driver._pool
-    yield driver._serving.keys() == manager.requests.keys(), "the driver serves other requests than run"
-    storing = [row for store in driver._stores.values() for row in store.plan.rows.tolist()]
+    storing = [row for store in driver._stores.values() for row in store.rows.tolist()]
     kept = [row for row in blocks.rows().tolist() if blocks.status[row] & STORING]
     yield sorted(storing) == kept, f"rows {sorted(storing)} are being stored, and {kept} are marked"
     jobs = {job.job_id: request_id for request_id, load in driver._loading.items() for job in load.jobs}
     yield driver._load_of == jobs, "loads by job are not those by request"
     waiting = set(driver._waiting)
-    yield waiting <= driver._serving.keys(), f"{waiting - driver._serving.keys()} wait for blocks and are gone"
+    yield waiting <= manager.requests.keys(), f"{waiting - manager.requests.keys()} wait for blocks and are gone"
     table = manager.table
     for name, ids in (
         ("to be prefetched", driver.prefetcher.to_load.keys()),
@@ -376,21 +379,21 @@ def check_empty(manager: SessionManager) -> None:
 def _left(manager: SessionManager) -> Findings:
     table, blocks = manager.table, manager.blocks
     kept: dict[str, object] = {name: getattr(table, name) for name in _BY_SESSION}
-    kept |= {"ends": table._ending._first, "names": table._named._first}
+    kept |= {"ends": table._ending, "names": table._named}
+    kept["orders"] = [tenant for tenant, _ in table.orders if tenant is not None]
     kept |= {"points": manager.points._at, "parts": manager.points._of, "saving": manager.saving}
-    kept |= {"pins": manager._pins, "loads": manager._loading, "requests": manager.requests}
+    kept |= {"pins": manager.said.pinned, "loads": manager._loading, "requests": manager.requests}
     for name, books in kept.items():
         yield not books, f"{name} are left: {books}"
     for deadlines in (manager.due, manager.said.ttls, manager.said.pins):
-        yield not len(_whens(deadlines)) and deadlines.first == inf, "a deadline is left"
+        yield not len(_whens(deadlines)) and deadlines.least == inf, "a deadline is left"
     yield not len(blocks), f"{len(blocks)} rows are left"
     totals = [blocks.saved_nbytes, blocks.reserved_nbytes, blocks.storing, blocks.exact_blocks, *blocks.moved_nbytes]
     yield not any(totals) and not blocks._tenant_nbytes.any(), f"totals are left: {totals}"
     yield not table.order._level_of, f"{table.order._level_of} are left in the order"
 
 
-_SESSIONS = ("by_id", "by_number", "order_of", "_of_tenant", "_families")
-_BY_SESSION = (*_SESSIONS, "_prompts", "_prompt_of")
+_BY_SESSION = ("by_id", "by_number", "_of_tenant", "_families", "_prompts")
 
 
 # -- tiers ------------------------------------------------------------------------------------------------

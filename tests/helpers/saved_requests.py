@@ -14,9 +14,10 @@ from vllm.v1.request import Request
 
 from manthan.benchmarks.simulator.pool import SimulatedPool
 from manthan.manager.events import Events
+from manthan.manager.pool import Runway
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.manager.session.hints import NO_HINTS, Hints
-from manthan.manager.session.manager import PointParts, SessionManager, StorePlan
+from manthan.manager.session.manager import PointParts, SessionManager, Store
 from manthan.policies import get_policy
 from manthan.vllm_hooks.events import KvEvents
 from manthan.vllm_hooks.groups import groups_of
@@ -42,7 +43,7 @@ class Engine:
         self.pool = BlockPool(99, True, TOKENS, enable_kv_cache_events=True)
         shape = MemoryShape({n: GroupShape(spec.block_size, 500, {0: 100}) for n, spec in enumerate(specs)})
         self.manager = SessionManager(get_policy("lru"), shape, 10_000, 10.0, Events())
-        self.manager.bind(SimulatedPool(99), 0, lambda: None)
+        self.manager.bind(Runway(SimulatedPool(99), 0))
         self.groups = groups_of(config, CacheConfig())
         self.events = KvEvents(self.manager, self.groups, config, place)
         self.now = 0.0
@@ -73,9 +74,9 @@ class Engine:
         self.store(manager.plan_stores(self.now, 99, 0))
         return list(self.events.take())
 
-    def store(self, plans: list[StorePlan]) -> None:
+    def store(self, plans: list[Store]) -> None:
         for plan in plans:
-            self.manager.stored(plan, dict.fromkeys(range(len(plan.rows)), 100), self.now, 0.0)
+            self.manager.stored(plan, dict.fromkeys(range(len(plan.rows)), 100), self.now, {})
             self.manager.pool.free(plan.transfer.block_ids.tolist())
 
     def forget(self) -> list[KVCacheEvent]:

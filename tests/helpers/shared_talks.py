@@ -75,7 +75,7 @@ class SharedTalks(Talks):
         nbytes = self.manager.shape.cold_nbytes
         self.tier |= {(self.redis.main, block_hash): nbytes for block_hash in asked[:blocks]}
         self.redis.answers[request_id] = LookupResult([nbytes] * blocks, point, own)
-        self.driver.hear()
+        self.driver._redis.hear()
         check_integrity(self.manager)
 
     def match(self, request_id: str) -> int:

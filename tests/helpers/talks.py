@@ -154,16 +154,10 @@ class Talks:
         """Have a request come, and return its id. It waits until it is served."""
         request_id = request_id or f"r{next(self._ids)}"
         hashes, tokens = names(prompt), self.tokens(prompt)
-        self.driver.started(
-            request_id,
-            hashes,
-            who,
-            self.now,
-            tokens=tokens,
-            blocks=len(hashes),
-            hints=parse_hints(hints),
-            tenant=tenant,
+        request = self.manager.request_started(
+            request_id, hashes, who, self.now, tokens=tokens, hints=parse_hints(hints), tenant=tenant
         )
+        self.driver.started(request, len(hashes))
         self.running[request_id] = Running(hashes, tokens)
         return request_id
 
@@ -172,7 +166,9 @@ class Talks:
         one = self.running[request_id]
         usable = self.driver.usable(one.tokens)
         group = self.manager.shape.main
-        hits = self.pool.hit(one.hashes[:usable], partial(self.driver.serves, request_id), group)
+        hits = self.pool.hit(
+            one.hashes[:usable], partial(self.pool.marks.serves, asker=self.driver.asker(request_id)), group
+        )
         while hits and not self._resumes(one.hashes[len(hits) - 1]):
             hits.pop()
         hits = hits[: max(0, len(hits) - self.again)]

@@ -427,17 +427,17 @@ class World:
         """A request comes. rest: tokens of its prompt behind the full blocks."""
         self.count += 1
         hashes, parsed = hashes_of(text), parse_hints(hints) if hints else NO_HINTS
-        request = self.driver.started(
+        request = self.manager.request_started(
             f"r{self.count}",
             hashes[:prompt],
             name,
             self.now,
             tokens=prompt * TOKENS + rest,
-            blocks=(prompt + 1) * len(self.setup.windows),
             hints=parsed,
             tenant=tenant,
             tail=bytes(rest),
         )
+        self.driver.started(request, (prompt + 1) * len(self.setup.windows))
         session = request.session
         assert session.tenant == tenant, "the session is another tenant's"
         assert name in (None, session.name), "the session has another name"
@@ -472,7 +472,7 @@ class World:
         )
 
     def _serves(self, asked: Asked, block: int) -> bool:
-        return self.driver.serves(asked.request_id, block)
+        return self.pool.marks.serves(block, self.driver.asker(asked.request_id))
 
     def admit(self, asked: Asked, chunk: int) -> None:
         """Give a waiting request its blocks, and load what is saved, or compute its first `chunk` blocks."""

@@ -14,9 +14,8 @@ from talks import GROUP, SHAPE, Talks, names
 from manthan.manager.events import BlocksDropped, BlocksSaved, DropCause
 from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import NO_GROUP, FrontTier, GroupShape, MemoryShape
-from manthan.manager.session.manager import Shares
 from manthan.manager.session.persist import FACTS, HISTORY, TIMES, JournalLink
-from manthan.manager.session.table import Session, SessionState, prompt_end
+from manthan.manager.session.table import Session, SessionState, Shares, digest_of
 from manthan.manager.tiers.journal import Journal, JournalBlock, JournalPoint, JournalSession, SavedBlocks
 from manthan.manager.transfer import on_each
 
@@ -294,7 +293,7 @@ def test_the_newest_come_first_within_shares_and_pins_that_still_fit() -> None:
     assert [talks.session(name).is_pinned for name in ("small/a", "b", "c")] == [False, True, False]
     table = talks.manager.table
     assert [session.session_id for session in table.victims(table.order)] == ["small/a", "c"]
-    assert [session.session_id for session in table.victims(table.order_of["small"])] == ["small/a"]
+    assert [session.session_id for session in table.victims(table.orders["small", 0])] == ["small/a"]
     request = talks.start("a a a a a a", "a", tenant="small")
     assert talks.running[request].loaded == 3
     assert talks.manager.requests[request].session is talks.session("small/a")
@@ -303,7 +302,7 @@ def test_the_newest_come_first_within_shares_and_pins_that_still_fit() -> None:
 def test_requests_find_a_session_by_its_prompt_and_by_its_end() -> None:
     talks = Talks()
     hashes = names("a b c d")
-    adopt(talks, left("anonymous-1", "a b c", 1.0, name=None, uses=7, prompt_end=prompt_end(hashes[:2], b"tail")))
+    adopt(talks, left("anonymous-1", "a b c", 1.0, name=None, uses=7, prompt_end=digest_of("", hashes[:2], b"tail")))
     again = talks.manager.request_started("again", hashes[:2], None, 2.0, tail=b"tail")
     assert again.own == 2
     assert b"tail".hex() not in again.session.prompt_end  # no token of a prompt reaches the journal

@@ -26,7 +26,7 @@ def test_nothing_is_left_of_sessions_that_are_gone(name: str | None, tenant: str
 
     def ask(n: int) -> None:
         hashes, told = [n.to_bytes(32, "big")], {"hints": hints, "tenant": tenant and tenant % n}
-        driver.started("r", hashes, name and name % n, float(n), tokens=17, blocks=1, **told)
+        driver.started(manager.request_started("r", hashes, name and name % n, float(n), tokens=17, **told), 1)
         driver.finished("r", hashes, n + 0.5, 17)
         driver.step(0, n + 0.5)
 

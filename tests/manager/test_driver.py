@@ -162,8 +162,8 @@ def test_blocks_that_another_engine_hands_over_keep_their_marks() -> None:
     talks.driver.computed(request, ids)  # vLLM caches them when they are there
     talks.pool.cache_all(ids, names(MORE), talks.manager.shape.main)
     assert [talks.pool.marks[each] for each in ids] == [Mark.DECODED] * 6 + [Mark.DERIVED] * 2
-    assert talks.driver.serves(request, ids[0])
-    assert not talks.driver.serves(talks.ask(MORE, "B"), ids[0])
+    assert talks.pool.marks.serves(ids[0], talks.driver.asker(request))
+    assert not talks.pool.marks.serves(ids[0], talks.driver.asker(talks.ask(MORE, "B")))
     outcome = talks.driver.finished(request, names(MORE), talks.now, 129)
     talks.pool.free(ids[::-1])
     assert outcome is not None

@@ -3,7 +3,7 @@
 import pytest
 from talks import Talks, name
 
-from manthan.manager.session.manager import Shares
+from manthan.manager.session.table import Shares
 
 
 def exact(talks: Talks, *texts: str) -> list[int]:

@@ -6,7 +6,7 @@ from talks import GROUP, IDLE_AFTER_S, Talks, last_words, names
 
 from manthan.manager.events import DropCause
 from manthan.manager.session.blocks import MemoryShape
-from manthan.manager.session.manager import Shares
+from manthan.manager.session.table import Shares
 
 # -- pins ---------------------------------------------------------------------------------------------
 
@@ -221,11 +221,11 @@ def test_a_pin_counts_the_whole_session_and_the_range_counts_again_when_it_ends(
     talks = Talks(capacity=20)
     talks.talk("a b c", "old", keep=[tokens(2, 1000)])
     talks.manager.steer("pin", talks.session("old"), talks.now, 50.0)
-    assert talks.manager._pins == {talks.session("old"): 300}
+    assert talks.manager.said.pinned == {talks.session("old"): 300}
     talks.rest(60 if over == "by itself" else 40)
     if over == "by an operator":
         talks.manager.steer("unpin", talks.session("old"), talks.now)
-    assert talks.manager._pins == {talks.session("old"): 200 if over else 300}
+    assert talks.manager.said.pinned == {talks.session("old"): 200 if over else 300}
     check_integrity(talks.manager, talks.driver)
 
 
@@ -234,7 +234,7 @@ def test_with_resume_points_the_whole_session_is_kept() -> None:
     talks = Talks(capacity=40, shape=shape)
     talks.finish(talks.start("a b", "old", keep=[tokens(1, 1000)]), "a b c", [talks.point("a b c", {1: 1})])
     assert talks.session("old").kept == 3
-    assert talks.manager._pins == {talks.session("old"): 400}
+    assert talks.manager.said.pinned == {talks.session("old"): 400}
 
 
 def test_redundant_copies_of_what_is_kept_stay() -> None:

@@ -8,8 +8,8 @@ from talks import SHAPE, names
 
 from manthan.manager.events import BlocksDropped, BlocksSaved, DropCause, LookedUp
 from manthan.manager.pool import Mark
-from manthan.manager.session.manager import Shares
 from manthan.manager.session.persist import WAIT_S
+from manthan.manager.session.table import Shares
 from manthan.manager.tiers.redis_schema import iso, sample
 
 WHOLE = sample(names("a b c d"))

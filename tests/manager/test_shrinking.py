@@ -13,7 +13,7 @@ from manthan.manager.events import BlocksDropped, BlocksTrimmed, DropCause, Load
 from manthan.manager.fronts import FrontTiers
 from manthan.manager.listing import Listing
 from manthan.manager.session.blocks import FrontTier, Level, MemoryShape
-from manthan.manager.session.manager import Shares
+from manthan.manager.session.table import Shares
 
 PARTS = (5, 8, 12, 20, 60)
 """Bytes of a block of 500 at each level."""
