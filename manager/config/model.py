@@ -12,8 +12,6 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from manthan.manager.config.removed import KINDS
-
 
 class ConfigError(ValueError):
     """Mistake in a configuration, in a sentence for its author."""
@@ -238,8 +236,6 @@ class TiersConfig(_Group):
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:
-        if self.kind in KINDS:
-            raise ValueError(f"tiers.kind is {self.kind}, which is no more: {KINDS[self.kind]}")
         if self.host_bytes and self.kind == "host":
             raise ValueError(
                 "tiers.host_bytes is RAM for tiers.kind device, disk or redis, but kind is host: use max_bytes"
