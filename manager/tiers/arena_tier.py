@@ -144,7 +144,7 @@ class ArenaTier(Tier):
     @property
     def usable(self) -> int:
         """Most bytes that blocks can take. The rest stays free, so that free extents stay large."""
-        return usable(self._arena.nbytes)
+        return usable(self.max_bytes)
 
     # -- the caller holds the lock ----------------------------------------------------------------------
 
@@ -159,6 +159,8 @@ class ArenaTier(Tier):
         self._dropped.append(placed)
 
     def _take(self, nbytes: int) -> tuple[Extent, ...] | None:
+        if self._arena.used + nbytes > self.max_bytes:  # a disk's file from an earlier, larger budget has more room
+            return None
         extents = self._arena.allocate(nbytes)
         self.peak = max(self.peak, self._arena.used)
         return extents
