@@ -97,7 +97,7 @@ class DiskTier(ArenaTier):
         blocks = records_in(self._fd)
         max_bytes = max_bytes // PAGE * PAGE
         super().__init__(max_bytes, self._arena_around(blocks.values(), max_bytes))
-        self._blocks = blocks
+        self._blocks.update(blocks)
         self._sequence = max((placed.sequence for placed in blocks.values()), default=0)
         self._is_dirty, self._is_apart, self._sparing = True, False, Sparing(QUIET_S)
         self._readers = ThreadPoolExecutor(READERS, "manthan-disk-read")
