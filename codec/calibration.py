@@ -12,6 +12,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -232,55 +233,45 @@ class _Joint:
         """Return the group's transform, and the tokens held back."""
         first, count, *_ = self.place
         at = slice(self._heads.start * self.head_dim, self._heads.stop * self.head_dim)
-        moments = [
-            (each, share) for layer in layers[first : first + count] for each, share in zip(layer, SHARES, strict=False)
-        ]
-        step = at.stop - at.start
-        parts = [slice(n * step, (n + 1) * step) for n in range(len(moments))]
+        moments = [each for layer in layers[first : first + count] for each in zip(layer, SHARES, strict=False)]
         mean = self._sums / self._tokens
         covariance = self._products / self._tokens - np.outer(mean, mean)
-        roots = [
-            each.root(at, share, covariance[here, here]) for here, (each, share) in zip(parts, moments, strict=True)
-        ]
-        for here, root in zip(parts, roots, strict=True):
-            covariance[:, here] = covariance[:, here] @ root
-        for here, root in zip(parts, roots, strict=True):
-            covariance[here] = root.T @ covariance[here]
+        root, size = np.zeros_like(covariance), len(mean) // len(moments)
+        for n, (each, share) in enumerate(moments):
+            here = slice(n * size, (n + 1) * size)
+            root[here, here] = each.root(at, share, covariance[here, here])
+        covariance = root.T @ covariance @ root
         directions = np.linalg.eigh(covariance.astype(np.float32))[1][:, ::-1].T.astype(np.float64)
         least = min(len(each.held) for each, _ in moments)
         held = np.concatenate([each.held[:least, at] for each, _ in moments], 1)
-        inverse = np.concatenate(
-            [directions[:, here] @ np.linalg.inv(root) for here, root in zip(parts, roots, strict=True)], 1
-        )
+        inverse = directions @ np.linalg.inv(root)
         scale = np.maximum(np.linalg.norm(inverse, axis=0), 1e-30)
         mean = (self.center + mean).astype(np.float32)
-        rotated = [(held - mean)[:, here] @ root for here, root in zip(parts, roots, strict=True)]
-        y = np.concatenate(rotated, 1).astype(np.float32) @ directions.T.astype(np.float32)
-        return _Components(self, held, y, mean, scale, inverse / scale)
-
-
-class _Components:
-    """Transform of a group, and the components y of rows held back, before a step is chosen."""
-
-    def __init__(
-        self, joint: _Joint, held: Floats, y: Floats, mean: Floats, scale: Doubles, transform: Doubles
-    ) -> None:
-        size = len(mean)
-        self.group = Group(
-            *(joint.place, joint.head_dim, mean, scale.astype(np.float32), transform.astype(np.float16)),
-            *(np.zeros(size, np.uint8), joint.center, joint.deviations, joint.weigher(), np.zeros(size, np.int8)),
+        y = ((held - mean) @ root).astype(np.float32) @ directions.T.astype(np.float32)
+        group = Group(
+            *(self.place, self.head_dim, mean, scale.astype(np.float32), (inverse / scale).astype(np.float16)),
+            *(np.zeros(len(mean), np.uint8), self.center, self.deviations, self.weigher()),
+            np.zeros(len(mean), np.int8),
         )
-        self.held, self.y, self.j = held, y, shifts_of(self.group, held)
-        deviations = np.sqrt(np.square(self.y).mean(0)) + 1e-9
-        sharp = np.abs(self.y).mean(0) / deviations
-        near = [math.gamma(2 / s) / math.sqrt(math.gamma(1 / s) * math.gamma(3 / s)) for s in SHAPES]
-        shapes = np.abs(sharp[:, None] - near)
-        self._tables = len(WIDTHS) * shapes.argmin(1), 3 * np.log2(deviations / (STEPS[0] * WIDTHS[0]))
+        return _Components(group, held, y, shifts_of(group, held))
+
+
+class _Components(NamedTuple):
+    """Transform of a group, before a step is chosen. held: rows held back. y, j: components and weights of the rows."""
+
+    group: Group
+    held: Floats
+    y: Floats
+    j: npt.NDArray[np.int64]
 
     def stepped(self, step: float) -> Group:
         """Return the group with `step` as the finest step."""
-        shapes, widths = self._tables
-        table = shapes + np.clip(np.rint(widths - 3 * np.log2(step)), 0, len(WIDTHS) - 1)
+        deviations = np.sqrt(np.square(self.y).mean(0)) + 1e-9
+        sharp = np.abs(self.y).mean(0) / deviations
+        near = [math.gamma(2 / s) / math.sqrt(math.gamma(1 / s) * math.gamma(3 / s)) for s in SHAPES]
+        shapes = np.abs(sharp[:, None] - near).argmin(1)
+        widths = np.rint(3 * np.log2(deviations / (STEPS[0] * WIDTHS[0])) - 3 * np.log2(step))
+        table = len(WIDTHS) * shapes + np.clip(widths, 0, len(WIDTHS) - 1)
         return replace(self.group, scale=self.group.scale * np.float32(step), tables=table.astype(np.uint8))
 
 
