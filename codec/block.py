@@ -146,8 +146,7 @@ class DecodedShard(NamedTuple):
     ignored: int = 0
 
 
-PIECE = 128
-"""Most numbers of a piece of a latent."""
+PIECE = 128  # most numbers of a piece of a latent
 
 
 def piece_dim(latent: int) -> int:

@@ -25,34 +25,21 @@ from manthan.codec.profile import Group, Profile, ProfileInfo, rank_heads
 from manthan.codec.tables.frequencies import SHAPES
 from manthan.codec.tables.levels import FINE, STEPS, WIDTHS
 
-SINKS = 4
-"""First tokens of a text, kept exact and not counted."""
-HELD_BACK = 5
-"""Every fifth token of a call is held back."""
-SAMPLE = 2048
-"""Most held back tokens of a layer."""
-BLOCK = 16
-"""Tokens of the block for a preset's size: the smallest usual block."""
-HEADER = 256
-"""Bytes of the block's header and entries."""
-EVEN = 0.001
-"""Least weight of a direction, in parts of the average."""
-EVEN_OF_KEYS = 0.3
-"""Least weight of a direction of keys as stand-ins for queries."""
-SHARES = (1.0, 2.0)
-"""Steps of keys and of values without a metric, in deviations of their layer's components."""
-TOGETHER = 2, 2048
-"""Most layers of a group, and most numbers of a token."""
-RATIOS = 20.0, 12.0, 8.0, 5.0
-"""Least ratio of bf16 bytes to encoded bytes, by level."""
+SINKS = 4  # first tokens of a text, kept exact and not counted
+HELD_BACK = 5  # every fifth token of a call is held back
+SAMPLE = 2048  # most held back tokens of a layer
+BLOCK = 16  # tokens of the block for a preset's size: the smallest usual block
+HEADER = 256  # bytes of the block's header and entries
+EVEN = 0.001  # least weight of a direction, in parts of the average
+EVEN_OF_KEYS = 0.3  # least weight of a direction of keys as stand-ins for queries
+SHARES = (1.0, 2.0)  # steps of keys and of values without a metric, in deviations of their layer's components
+TOGETHER = 2, 2048  # most layers of a group, and most numbers of a token
+RATIOS = 20.0, 12.0, 8.0, 5.0  # least ratio of bf16 bytes to encoded bytes, by level
 EXPONENT, RIDGE = 0.5, 30.0
 """A token's steps are the token's weight to the power of -EXPONENT. RIDGE shrinks the regression's coefficients."""
-FINEST = 2.0 ** (np.arange(-90, 60) / 6)
-"""Candidates for the finest step, in which errors weigh 1."""
-EXACT_TOKENS = 64
-"""Tokens of the block for measuring exact blocks."""
-FEW = 8
-"""A step is searched, and sizes and errors are measured, with each eighth of the tokens held back."""
+FINEST = 2.0 ** (np.arange(-90, 60) / 6)  # candidates for the finest step, in which errors weigh 1
+EXACT_TOKENS = 64  # tokens of the block for measuring exact blocks
+FEW = 8  # a step is searched, and sizes and errors are measured, with each eighth of the tokens held back
 
 Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]

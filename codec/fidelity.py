@@ -35,15 +35,13 @@ from manthan.codec.rope import Rope
 
 LOGIT_NOISE, WORST_LOGIT_NOISE, VALUE_NOISE = 0.065, 0.2, 0.5
 """Limits of the noise: of logits, on the average of all layers and in the worst layer; of values in the worst layer."""
-QUERIES = 64
-"""Most queries of a head."""
+QUERIES = 64  # most queries of a head
 TINY = 1e-30
 LEAST_SHARE = 2e-5
 """Least difference between the tokens of a head, in parts of its energy, that is more than bf16's rounding.
 
 fp8's rounding is larger, but noise is measured against the numbers in the cache."""
-LEAST_TOKENS = 32
-"""Least number of different tokens for a measurement."""
+LEAST_TOKENS = 32  # least number of different tokens for a measurement
 
 
 class NothingToMeasureError(CodecError):

@@ -27,8 +27,7 @@ FORMAT = "manthan profile 2"
 LEVELS = {"klt-20x": 0, "klt-12x": 1, "klt-8x": 2, "klt-5x": 3, "klt-exact": 4}
 """Calibrated codecs, and the first level of each codec's blocks."""
 KINDS = ("keys", "values")
-POINT = 20
-"""Bits of a group's largest deviation as a whole number."""
+POINT = 20  # bits of a group's largest deviation as a whole number
 GROUP = {
     **dict.fromkeys(("mean", "scale", "center", "deviations", "weigher"), np.float32),
     "transform": np.float16,

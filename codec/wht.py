@@ -88,21 +88,15 @@ from manthan.codec.tables.rotation import rotation
 
 MEAN_BITS, MEAN_TOP = 5, 15
 MEAN_INVERSE = np.float32(1 / MEAN_TOP)
-STEP_END = (127 + 100 + 2) << 7
-"""Upper bound of a mean's step, in bf16 bits."""
-SCALE_MAX, SCALE_END = 0xFEF, 0xFF0
-"""The largest finite bf16 number, with four bits of mantissa, and infinity."""
-FINITE_STEPS = 0x7F80
-"""bf16 bits of infinity: every step is below."""
-FINEST = np.float32(2.0**-8)
-"""Least step of a row, in parts of the row's largest mean's step."""
-MOST_STEPS = 8191
-"""Most steps of a mean."""
+STEP_END = (127 + 100 + 2) << 7  # upper bound of a mean's step, in bf16 bits
+SCALE_MAX, SCALE_END = 0xFEF, 0xFF0  # the largest finite bf16 number, with four bits of mantissa, and infinity
+FINITE_STEPS = 0x7F80  # bf16 bits of infinity: every step is below
+FINEST = np.float32(2.0**-8)  # least step of a row, in parts of the row's largest mean's step
+MOST_STEPS = 8191  # most steps of a mean
 ROW_STEP_END = (127 + 64) << 7
 """Upper bound of a row's step, in bf16 bits, so that nothing overflows before numbers are turned."""
 LIMIT = 40
-LIMIT_BITS = (127 + LIMIT) << 23
-"""Bits of 2**LIMIT as float32."""
+LIMIT_BITS = (127 + LIMIT) << 23  # bits of 2**LIMIT as float32
 FIRST_NORMAL = np.float32(2.0**-126)
 NO_ROPE = Rope(())
 SHAPE = SHAPES.index(2.0)
