@@ -3,9 +3,7 @@
 A metric gives the cost of errors: a matrix G for keys and a matrix for values of a layer. An error e of a token costs e
 G e^T. With G = L L^T (Cholesky), all directions of x @ L cost the same. The eigenvectors U of the covariance of x @ L
 give the transform L U, with uncorrelated components. A common step is then best for all layers, keys and values (Goyal,
-"Theoretical foundations of transform coding", 2001). Without metrics, keys stand for the unseen queries: a direction
-weighs by the keys' spread in the direction. Layers then cannot be compared, and steps are in proportion to their
-components' deviations.
+"Theoretical foundations of transform coding", 2001). docs/calibration.md tells of profiles without metrics.
 """
 
 import math
@@ -311,10 +309,8 @@ def _measured(each: _Components, step: float, info: ProfileInfo) -> Group:
     back = places(group, q, j, 0, len(STEPS) - 1).astype(np.float32).T @ group.inverse / (FINE * 256) + group.mean
     errors = np.square((back - x) * (256 / SCALES[j - LEAST_J])[:, None]).mean(0)
     by_kind = errors.reshape(group.place[1], len(info.kinds), -1, group.head_dim)
-    if info.rope is not None:  # RoPE mixes both numbers of a pair
-        one, other = info.rope.pairs
-        keys = by_kind[:, 0]
-        keys[one] = keys[other] = (keys[one] + keys[other]) / 2
+    if info.rope is not None:
+        info.rope.average(by_kind[:, 0])
     found = np.rint(1.5 * np.log2(by_kind.ravel() + 1e-30) + 3 * group.points(len(info.kinds)))
     return replace(group, errors=np.clip(found, -128, 127).astype(np.int8))
 

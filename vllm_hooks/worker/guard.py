@@ -157,10 +157,7 @@ class RankGuard:
         try:
             if copied is not None:
                 copied.synchronize()
-            blocks = []
-            for numbers, job in samples:
-                keys, values, *raw = numbers()
-                blocks.append(Sample(keys, values, job.first_token, job.exacts(tokens)[0] % tokens, *raw))
+            blocks = [Sample(numbers(), job.first_token, job.exacts(tokens)[0] % tokens) for numbers, job in samples]
             found = [measure(format, blocks, self._rope) for format in self._formats]
         except NothingToMeasureError:
             self._is_busy = False
