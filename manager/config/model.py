@@ -105,9 +105,7 @@ class PolicyConfig(_Group):
     model_config = ConfigDict(extra="allow")
     shorthand = "name"
 
-    name: Annotated[str, Flag("--manthan-policy", "NAME")] = Field(
-        default="lru", description="the name of a policy, such as lru"
-    )
+    name: str = Field(default="lru", description="the name of a policy, such as lru")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -119,9 +117,7 @@ class IdleConfig(_Group):
 
     shorthand = "after_s"
 
-    after_s: Annotated[Number, Flag("--manthan-idle-after", "SECONDS")] = Field(
-        default=2.0, gt=0, description="a plain number of seconds above 0, such as 2"
-    )
+    after_s: Number = Field(default=2.0, gt=0, description="a plain number of seconds above 0, such as 2")
     min_tokens: Count = Field(default=256, ge=0, description="a whole number of tokens, 0 or more")
 
 
@@ -130,12 +126,8 @@ class CodecConfig(_Group):
 
     shorthand = "name"
 
-    name: Annotated[str, Flag("--manthan-codec", "NAME")] = Field(
-        default="auto", description="the name of a codec, such as wht-5x"
-    )
-    profile: Annotated[str, Flag("--manthan-codec-profile", "FILE")] = Field(
-        default="", description="the path of a model's profile; empty for the one that is found"
-    )
+    name: str = Field(default="auto", description="the name of a codec, such as wht-5x")
+    profile: str = Field(default="", description="the path of a model's profile; empty for the one that is found")
     sink_tokens: Count = Field(default=4, ge=0, description="a whole number of a session's first tokens, 0 for none")
     state: Literal["exact", "bf16", "int8"] = Field(default="exact", description="exact, bf16 or int8")
     guard: bool = Field(default=True, description="true or false")
@@ -148,9 +140,7 @@ class DiskConfig(_Group):
 
     shorthand = "path"
 
-    path: Annotated[str, Flag("--manthan-disk-path", "FOLDER")] = Field(
-        default="", description="the path of a folder of a local file system"
-    )
+    path: str = Field(default="", description="the path of a folder of a local file system")
 
 
 class RedisConfig(_Group):
@@ -158,7 +148,7 @@ class RedisConfig(_Group):
 
     shorthand = "url"
 
-    url: Annotated[RedisUrl, Flag("--manthan-redis-url", "URL")] = Field(
+    url: RedisUrl = Field(
         default="redis://127.0.0.1:6379/0",
         description="redis://USER@HOST:PORT/DB, rediss:// for TLS or unix://USER@/PATH, with redis-py's options behind "
         f"a '?' and without a password (set {REDIS_PASSWORD} for it)",
@@ -182,12 +172,9 @@ class TiersConfig(_Group):
 
     shorthand = "kind"
 
-    kind: Annotated[str, Flag("--manthan-cold-store", "KIND")] = Field(
-        default="host", description="the name of a cold store, such as host"
-    )
-    max_bytes: Annotated[Bytes, Flag("--manthan-cold-bytes", "SIZE")] = Field(
-        default=ByteSize(4 << 30),
-        description="a size above 0, such as 4GiB, 512MiB or a plain number of bytes",
+    kind: str = Field(default="host", description="the name of a cold store, such as host")
+    max_bytes: Bytes = Field(
+        default=ByteSize(4 << 30), description="a size above 0, such as 4GiB, 512MiB or a plain number of bytes"
     )
     host_bytes: AnyBytes = Field(default=ByteSize(0), description="a size, such as 64GiB; 0 for none")
     disk_bytes: AnyBytes = Field(default=ByteSize(0), description="a size, such as 500GiB; 0 for none")
@@ -257,7 +244,7 @@ class ApiConfig(_Group):
 
     shorthand = "enabled"
 
-    enabled: Annotated[bool, Flag("--manthan-api", "on|off")] = Field(default=True, description="true or false")
+    enabled: bool = Field(default=True, description="true or false")
     hosts: Annotated[tuple[str, ...], BeforeValidator(_names)] = Field(
         default=(), description="a list of host names, such as [gpu7.example.org]"
     )
@@ -281,9 +268,7 @@ class SealingConfig(_Group):
 
     shorthand = "key_file"
 
-    key_file: Annotated[str, Flag("--manthan-encryption-key-file", "FILE")] = Field(
-        default="", description="the path of a file of keys; empty to seal nothing"
-    )
+    key_file: str = Field(default="", description="the path of a file of keys; empty to seal nothing")
 
 
 class ManthanConfig(_Model):
@@ -333,6 +318,16 @@ GROUPS: dict[str, type[_Group]] = {
 FIELDS = {key: field for key, field in _walk(ManthanConfig) if key not in GROUPS}
 """Fields with a value, by dotted name: `idle.after_s`, `tiers.max_bytes`."""
 
-
-FLAGS = {key: flag for key, field in FIELDS.items() for flag in field.metadata if isinstance(flag, Flag)}
+FLAGS = {
+    "policy.name": Flag("--manthan-policy", "NAME"),
+    "idle.after_s": Flag("--manthan-idle-after", "SECONDS"),
+    "codec.name": Flag("--manthan-codec", "NAME"),
+    "codec.profile": Flag("--manthan-codec-profile", "FILE"),
+    "tiers.kind": Flag("--manthan-cold-store", "KIND"),
+    "tiers.max_bytes": Flag("--manthan-cold-bytes", "SIZE"),
+    "tiers.disk.path": Flag("--manthan-disk-path", "FOLDER"),
+    "tiers.redis.url": Flag("--manthan-redis-url", "URL"),
+    "api.enabled": Flag("--manthan-api", "on|off"),
+    "sealing.key_file": Flag("--manthan-encryption-key-file", "FILE"),
+}
 """Options of `vllm serve`, by key."""

@@ -64,11 +64,11 @@ def resolve_config(
 
     Raises: ConfigError for an unreadable file, an unknown key in the file, or a wrong value.
     """
-    env, given = os.environ if env is None else env, dict[str, _Given]()
+    given = dict[str, _Given]()
     file = [] if path is None else [(str(key), value, str(path)) for key, value in _read_yaml(path).items()]
     variables = [
         (name.removeprefix(ENV_PREFIX).lower().replace("__", "."), value, name)
-        for name, value in env.items()
+        for name, value in (os.environ if env is None else env).items()
         if name.startswith(ENV_PREFIX)
     ]
     known = [one for one in variables if _is_known(one[0])]
