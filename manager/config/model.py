@@ -4,7 +4,7 @@ A field's description completes the sentence "KEY must be …".
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from urllib.parse import parse_qs, urlsplit
@@ -87,19 +87,13 @@ class Flag(NamedTuple):
 
 
 class _Model(BaseModel):
+    """Group of keys. shorthand: key of a bare value, so that `policy: lru` is `policy: {name: lru}`."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
+    shorthand: ClassVar[str | None] = None
 
 
-class _Group(_Model):
-    shorthand: ClassVar[str | None] = None  # key of a bare value: `policy: lru` is `policy: {name: lru}`
-
-    @model_validator(mode="before")
-    @classmethod
-    def _spell_out(cls, value: object) -> object:
-        return {cls.shorthand: value} if cls.shorthand and isinstance(value, (str, int, float)) else value
-
-
-class PolicyConfig(_Group):
+class PolicyConfig(_Model):
     """Name of an eviction policy, and the policy's options."""
 
     model_config = ConfigDict(extra="allow")
@@ -112,7 +106,7 @@ class PolicyConfig(_Group):
         return dict(self.model_extra or {})
 
 
-class IdleConfig(_Group):
+class IdleConfig(_Model):
     """Conditions on which idle sessions are saved."""
 
     shorthand = "after_s"
@@ -121,7 +115,7 @@ class IdleConfig(_Group):
     min_tokens: Count = Field(default=256, ge=0, description="a whole number of tokens, 0 or more")
 
 
-class CodecConfig(_Group):
+class CodecConfig(_Model):
     """Codec of compressed blocks, the processor that it runs on, and the tokens kept exact."""
 
     shorthand = "name"
@@ -135,7 +129,7 @@ class CodecConfig(_Group):
     backend: Literal["auto", "numpy", "cuda"] = Field(default="auto", description="auto, numpy or cuda")
 
 
-class DiskConfig(_Group):
+class DiskConfig(_Model):
     """The folder of `tiers.kind` disk, and of disk in front of Redis."""
 
     shorthand = "path"
@@ -143,7 +137,7 @@ class DiskConfig(_Group):
     path: str = Field(default="", description="the path of a folder of a local file system")
 
 
-class RedisConfig(_Group):
+class RedisConfig(_Model):
     """Redis (or Valkey) server of `tiers.kind` redis. The URL has no password."""
 
     shorthand = "url"
@@ -161,7 +155,7 @@ class RedisConfig(_Group):
     ttl_s: Number = Field(default=86400.0, ge=1, description="a plain number of seconds, 1 or more, such as 86400")
 
 
-class TiersConfig(_Group):
+class TiersConfig(_Model):
     """Tiers of the cold store, with the bytes of each.
 
     kind host is RAM, pinned with a GPU; device is GPU memory; disk is a folder of a local file system; redis is a Redis
@@ -239,7 +233,7 @@ class TiersConfig(_Group):
         return self
 
 
-class ApiConfig(_Group):
+class ApiConfig(_Model):
     """The HTTP API below /manthan."""
 
     shorthand = "enabled"
@@ -250,7 +244,7 @@ class ApiConfig(_Group):
     )
 
 
-class TenantsConfig(_Group):
+class TenantsConfig(_Model):
     """Tenants: their shares of the cold store, the header that names a request's tenant, and if they share blocks."""
 
     shares: Shares = Field(
@@ -263,7 +257,7 @@ class TenantsConfig(_Group):
     isolate: bool = Field(default=True, description="true or false")
 
 
-class SealingConfig(_Group):
+class SealingConfig(_Model):
     """Keys that seal compressed blocks and the journal on a disk, and blocks in Redis."""
 
     shorthand = "key_file"
@@ -297,26 +291,22 @@ class ManthanConfig(_Model):
         return self
 
 
-def _walk(model: type[_Model], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the fields of a model and of all groups, by dotted name. A group comes before its own fields."""
-    for name, field in model.model_fields.items():
-        yield prefix + name, field
-        if (group := _group(field)) is not None:
-            yield from _walk(group, f"{prefix}{name}.")
-
-
-def _group(field: FieldInfo) -> type[_Group] | None:
-    found = field.annotation
-    return found if isinstance(found, type) and issubclass(found, _Group) else None
-
-
-GROUPS: dict[str, type[_Group]] = {
-    key: group for key, field in _walk(ManthanConfig) if (group := _group(field)) is not None
-}
+GROUPS: dict[str, type[_Model]] = {}
 """Models of groups of keys, by dotted name, such as `tiers` and `tiers.disk`."""
-
-FIELDS = {key: field for key, field in _walk(ManthanConfig) if key not in GROUPS}
+FIELDS: dict[str, FieldInfo] = {}
 """Fields with a value, by dotted name: `idle.after_s`, `tiers.max_bytes`."""
+
+
+def _enter(model: type[_Model], prefix: str = "") -> None:
+    for name, field in model.model_fields.items():
+        if isinstance(group := field.annotation, type) and issubclass(group, _Model):
+            GROUPS[prefix + name] = group
+            _enter(group, f"{prefix}{name}.")
+        else:
+            FIELDS[prefix + name] = field
+
+
+_enter(ManthanConfig)
 
 FLAGS = {
     "policy.name": Flag("--manthan-policy", "NAME"),
