@@ -7,6 +7,7 @@ The latent stands for the values, cut into pieces instead of heads. docs/codec.m
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import itemgetter
@@ -18,13 +19,7 @@ from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section,
 from manthan.codec.cpu.exact import EXACT
 from manthan.codec.cpu.numbers import Floats, Fp8Codec, as_floats
 from manthan.codec.cpu.state import STATE_CODECS
-from manthan.codec.errors import (
-    CodecError,
-    HeadDimError,
-    ShapeError,
-    SizeError,
-    WireError,
-)
+from manthan.codec.errors import CodecError, HeadDimError, ShapeError, SizeError, WireError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.registry import get_codec, needs_profile
 from manthan.codec.wire import BlockHeader, Buffer, EncodedBlock, align16, block_nbytes, head, parse, refined, seal
@@ -305,12 +300,10 @@ class BlockFormat:
             found = ", ".join(f"{x.dtype} {x.shape}" for x in numbers)
             raise ShapeError(f"arrays of {found} are not a block of {self.shape}.")
         if self._may_be_whole(exact):
-            try:
+            with suppress(CodecError):  # a NaN, or whatever else the codec does not take
                 coded = self._encode(numbers, key, first_token, exact, mark)
-            except CodecError:  # a NaN, or whatever else the codec does not take
-                coded = None
-            if coded is not None and coded.nbytes <= self._whole_nbytes:
-                return coded
+                if coded.nbytes <= self._whole_nbytes:
+                    return coded
             exact = self.shape.tokens
         return self._encode(numbers, key, first_token, exact, mark)
 

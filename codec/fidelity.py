@@ -61,10 +61,6 @@ class Fidelity:
         """True if every noise is within the limit."""
         return self.excess <= 1
 
-    def timed(self, decode_s: float) -> "Fidelity":
-        """Return the measurement with decoding time `decode_s`, such as a GPU's."""
-        return replace(self, decode_s=decode_s)
-
     @classmethod
     def median(cls, found: "Sequence[Fidelity]") -> "Fidelity":
         """Median of several measurements of a codec, layer by layer, because a single odd session must decide
@@ -73,10 +69,7 @@ class Fidelity:
         names = ("logit_noise", "value_noise")
         middle = {name: np.median([getattr(one, name) for one in found], axis=0) for name in names}
         return replace(
-            found[0],
-            **middle,
-            tokens=sum(one.tokens for one in found),
-            decode_s=min(one.decode_s for one in found),
+            found[0], **middle, tokens=sum(one.tokens for one in found), decode_s=min(one.decode_s for one in found)
         )
 
     @property

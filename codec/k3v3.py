@@ -97,7 +97,7 @@ class K3v3Codec(Codec):
         infinite = (scales & EXPONENT) == EXPONENT
         if infinite.any():
             bad = int(infinite.argmax())
-            raise NonFiniteError(f"the scale of vector {bad} is not finite: the block is damaged.", bad)
+            raise NonFiniteError(f"the scale of vector {bad} is not finite: the block is damaged.")
         planes = codes[align16(2 * n) :][: n * BITS * dim // 8].reshape(-1, section.tokens, BITS, dim // 8)
         return as_numbers(_decoded(scales.view(np.float32), planes).reshape(section.shape), section.dtype)
 

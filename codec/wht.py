@@ -299,7 +299,7 @@ class WhtCodec(Codec):
         if large.any():
             bad = int(large.reshape(-1, section.head_dim).any(1).argmax())
             raise NonFiniteError(
-                f"vector {bad} holds a NaN, an infinity or a number of 2**{LIMIT} and more, and cannot be encoded.", bad
+                f"vector {bad} holds a NaN, an infinity or a number of 2**{LIMIT} and more, and cannot be encoded."
             )
 
     @cached_property
@@ -427,4 +427,4 @@ def _check_steps(bf16: npt.NDArray[np.unsignedinteger], end: int = FINITE_STEPS,
     bad = bf16 >= end
     if bad.any():
         at = int(bad.argmax())
-        raise NonFiniteError(f"{what} {at} is not finite, or too large: the block is damaged.", at)
+        raise NonFiniteError(f"{what} {at} is not finite, or too large: the block is damaged.")

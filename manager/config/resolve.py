@@ -50,10 +50,7 @@ class _Given(NamedTuple):
 
 
 def resolve_config(
-    path: str | Path | None = None,
-    *,
-    env: Mapping[str, str] | None = None,
-    flags: Mapping[str, object] | None = None,
+    path: str | Path | None = None, *, env: Mapping[str, str] | None = None, flags: Mapping[str, object] | None = None
 ) -> Resolved:
     """Return the configuration and the source of every value. Unknown variables are logged.
 
@@ -113,12 +110,10 @@ def _read_yaml(path: str | Path) -> dict[object, object]:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}: is not valid YAML: {error.problem}{where}") from None
-    except (yaml.YAMLError, ValueError, RecursionError):  # bytes that are no text, a wrong date, too many brackets
-        raise ConfigError(f"{path}: is not valid YAML") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a wrong date, or too many brackets
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", "")
+        why = f": {problem} in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}: is not valid YAML{why}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):

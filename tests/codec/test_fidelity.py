@@ -39,7 +39,7 @@ def kv(pairs=(), bias=40.0, blocks=4, layers=range(4), seed=0, shape=SHAPE):
 
 
 def of(codec, samples, rope=ROPE):
-    shape = replace(SHAPE, tokens=samples[0].keys.shape[2])
+    shape = replace(SHAPE, tokens=samples[0].arrays[0].shape[2])
     return measure(BlockFormat(codec, shape, bytes(16), facts=ModelFacts(ROPE)), samples, rope)
 
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from vllm.logger import init_logger
@@ -178,7 +179,7 @@ class RankGuard:
                 self._was_judged = True
                 middle = [Fidelity.median(of_codec) for of_codec in zip(*self._found, strict=True)]
                 if self._decode_s is not None:
-                    middle = [each.timed(self._decode_s.get(each.codec, 0.0)) for each in middle]
+                    middle = [replace(each, decode_s=self._decode_s.get(each.codec, 0.0)) for each in middle]
                 self._verdicts.append(Verdict(self._rank, middle, self._prompts.seconds))
 
 
