@@ -57,7 +57,7 @@ _FIELDS = struct.Struct(f"<4sHHIIQQQ64s{2 * MOST_EXTENTS}Q{MOST_INNER}I")  # all
 DISK = "disk"  # cause of a failure of the disk
 SYNC_S, CLOSE_S = 5.0, 5.0  # seconds between two syncs, and most seconds that `close` waits for the disk
 READERS, WRITERS, AHEAD = 8, 4, 16  # threads that read, threads that write, runs of blocks read ahead
-RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20  # most bytes of a run of several blocks; bytes searched at a time
+RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20  # bytes of a run of blocks, on average; bytes searched at a time
 QUIET_S = 60.0  # seconds between two log lines about failures of many blocks
 
 
@@ -125,7 +125,10 @@ class DiskTier(ArenaTier):
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         """See Tier. Some runs of blocks are read ahead."""
-        runs, done, left_s = self._runs(group, keys), 0, self._timeout_s
+        names, done, left_s = [(group, key) for key in keys], 0, self._timeout_s
+        sizes = [placed.nbytes for placed in map(self._blocks.get, names) if placed is not None]
+        length = max(1, RUN_BYTES * len(sizes) // max(1, sum(sizes)))
+        runs = (names[at : at + length] for at in range(0, len(names), length))
         ahead: deque[Future[list[Found]]] = deque()
         try:
             while done < len(keys):
@@ -178,24 +181,12 @@ class DiskTier(ArenaTier):
     def _is_stuck(self) -> bool:
         return self._stuck is not None and not self._stuck.done()
 
-    def _runs(self, group: int, keys: Sequence[bytes]) -> Iterator[list[Placed | None]]:
-        """Yield blocks to read together, None for an absent one."""
-        run, nbytes = list[Placed | None](), 0
-        for key in keys:
-            placed = self._blocks.get((group, key))
-            size = 0 if placed is None else placed.nbytes
-            if run and nbytes + size > RUN_BYTES:
-                yield run
-                run, nbytes = [], 0
-            nbytes += size
-            run.append(placed)
-        if run:
-            yield run
+    def _read_run(self, names: Sequence[BlockName]) -> list[Found]:
+        return [self._read(self._blocks.get(name)) for name in names]
 
-    def _read_run(self, run: Sequence[Placed | None]) -> list[Found]:
-        return [None if placed is None else self._read(placed) for placed in run]
-
-    def _read(self, placed: Placed) -> Found:
+    def _read(self, placed: Placed | None) -> Found:
+        if placed is None:
+            return None
         try:
             body = self._read_body(placed)
         except OSError as error:
