@@ -2,14 +2,7 @@
 
 from manthan.codec.base import Codec, Dtype, Kind, Section, SectionKind, check_head_dim
 from manthan.codec.block import BlockFormat, BlockShape
-from manthan.codec.errors import (
-    CodecError,
-    HeadDimError,
-    NonFiniteError,
-    ProfileError,
-    ShapeError,
-    UnknownCodecError,
-)
+from manthan.codec.errors import CodecError, HeadDimError, NonFiniteError, ProfileError, ShapeError, UnknownCodecError
 from manthan.codec.profile import Profile
 from manthan.codec.registry import DEFAULT, codec_names, get_codec
 

@@ -40,14 +40,10 @@ class SectionKind(IntEnum):
 
     KEYS = 1
     VALUES = 2
-    BOTH = 3
-    """Keys, and then values."""
-    STATE = 4
-    """A recurrent layer's state."""
-    RAW = 5
-    """Opaque bytes of the cache: a whole block, or the layers without a codec."""
-    LATENT = 6
-    """Latents of MLA, in pieces instead of heads, coded like keys without RoPE."""
+    BOTH = 3  # keys, and then values
+    STATE = 4  # a recurrent layer's state
+    RAW = 5  # opaque bytes of the cache: a whole block, or the layers without a codec
+    LATENT = 6  # latents of MLA, in pieces instead of heads, coded like keys without RoPE
 
 
 class Dtype(IntEnum):
@@ -56,10 +52,8 @@ class Dtype(IntEnum):
     BFLOAT16 = 1
     FLOAT16 = 2
     FLOAT32 = 3
-    UINT8 = 4
-    """Bytes that do not each stand for a number."""
-    FLOAT8_E4M3 = 5
-    """Without infinities, as torch.float8_e4m3fn."""
+    UINT8 = 4  # bytes that do not each stand for a number
+    FLOAT8_E4M3 = 5  # without infinities, as torch.float8_e4m3fn
     FLOAT8_E5M2 = 6
 
     @cached_property

@@ -1,16 +1,13 @@
 """Blocks of the cache as compressed blocks and back: their sections, and the codec of each.
 
-A KV cache group may have layers without a codec, such as the index keys of sparse attention, among coded layers. Their
-bytes are a section of a fixed size ahead of all coded sections.
-
-Models with multi-head latent attention (MLA) cache no keys and values. They cache a latent of each token, the source of
-both, and the key's part turned by RoPE, the same for all heads. Here RoPE's part stands for the keys and the latent for
-the values. RoPE's part is kept exact: a ninth of the numbers, with errors in every head's logits. The latent is cut
-into pieces instead of heads, so that codecs meet vectors of a usual size.
+A KV cache group may have layers without a codec among coded layers. Their bytes are a section of a fixed size ahead of
+all coded sections. Of multi-head latent attention (MLA), RoPE's part of a token stands for the keys, and is kept exact.
+The latent stands for the values, cut into pieces instead of heads. docs/codec.md says why.
 """
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import itemgetter
@@ -22,13 +19,7 @@ from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section,
 from manthan.codec.cpu.exact import EXACT
 from manthan.codec.cpu.numbers import Floats, Fp8Codec, as_floats
 from manthan.codec.cpu.state import STATE_CODECS
-from manthan.codec.errors import (
-    CodecError,
-    HeadDimError,
-    ShapeError,
-    SizeError,
-    WireError,
-)
+from manthan.codec.errors import CodecError, HeadDimError, ShapeError, SizeError, WireError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.registry import get_codec, needs_profile
 from manthan.codec.wire import BlockHeader, Buffer, EncodedBlock, align16, block_nbytes, head, parse, refined, seal
@@ -146,8 +137,7 @@ class DecodedShard(NamedTuple):
     ignored: int = 0
 
 
-PIECE = 128
-"""Most numbers of a piece of a latent."""
+PIECE = 128  # most numbers of a piece of a latent
 
 
 def piece_dim(latent: int) -> int:
@@ -275,19 +265,23 @@ class BlockFormat:
         return block_nbytes(self.header(b"", 0, whole), self.max_sizes(whole))
 
     def exact_of(self, header: BlockHeader) -> int:
-        """Number of exact tokens of a block. Raises WireError for a block of a different format."""
-        return self._exact_of(header, self.shape, self.first_head)
-
-    def _exact_of(self, header: BlockHeader, shape: BlockShape, first_head: int) -> int:
-        found = header.sections
+        """Number of exact tokens of a block of any of the model's heads. Raises WireError for a different format."""
+        found, shape = header.sections, self.shape
         for section in found:
             if section.codec not in self._codecs:
                 raise WireError(f"a section is in codec {section.codec!r}: the block's is {self.codec}.", "codec")
-        exact = exact_of(found)
-        tokens = shape.tokens
-        if header.tokens != tokens or exact > tokens or found != sections(self.codec, shape, exact, first_head):
+        exact, (first_head, heads) = exact_of(found), self._heads_of(header)
+        shape = shape if heads == shape.heads else replace(shape, heads=heads)
+        is_ours = exact <= shape.tokens and found == sections(self.codec, shape, exact, first_head)
+        if header.tokens != shape.tokens or not is_ours:
             raise SizeError(f"{header.tokens} tokens in {found} are not a block of {shape}.")
         return exact
+
+    def _heads_of(self, header: BlockHeader) -> tuple[int, int]:
+        """Return the first head and the number of heads of a block. Latents and bytes have a single shard."""
+        if header.sections and not (self.shape.latent or self.shape.is_raw or self.shape.beside):
+            return header.sections[0].first_head, header.sections[0].heads
+        return self.first_head, self.shape.heads
 
     def encode(self, *numbers: Numbers, key: bytes, first_token: int, exact: int, mark: int = 0) -> Codes:
         """Encode a block.
@@ -306,12 +300,10 @@ class BlockFormat:
             found = ", ".join(f"{x.dtype} {x.shape}" for x in numbers)
             raise ShapeError(f"arrays of {found} are not a block of {self.shape}.")
         if self._may_be_whole(exact):
-            try:
+            with suppress(CodecError):  # a NaN, or whatever else the codec does not take
                 coded = self._encode(numbers, key, first_token, exact, mark)
-            except CodecError:  # a NaN, or whatever else the codec does not take
-                coded = None
-            if coded is not None and coded.nbytes <= self._whole_nbytes:
-                return coded
+                if coded.nbytes <= self._whole_nbytes:
+                    return coded
             exact = self.shape.tokens
         return self._encode(numbers, key, first_token, exact, mark)
 
@@ -339,18 +331,13 @@ class BlockFormat:
 
         Raises: WireError with the cause, or another CodecError for undecodable bytes.
         """
-        block = self._parse(buf, key)
-        self.exact_of(block.header)
-        return self._decode(block)
+        return self.joined([self.decode_shard(buf, key=key)])
 
     def decode_shard(self, buf: Buffer, *, key: bytes) -> DecodedShard:
-        """Decode a block of any of the model's heads; latents and bytes have a single shard. See `decode`."""
+        """Decode a block of any of the model's heads. See `decode`."""
         block = self._parse(buf, key)
-        heads, first_head = self.shape.heads, self.first_head
-        if block.header.sections and not (self.shape.latent or self.shape.is_raw or self.shape.beside):
-            heads, first_head = block.header.sections[0].heads, block.header.sections[0].first_head
-        self._exact_of(block.header, replace(self.shape, heads=heads), first_head)
-        return DecodedShard(first_head, heads, self._decode(block), block.ignored)
+        self.exact_of(block.header)
+        return DecodedShard(*self._heads_of(block.header), self._decode(block), block.ignored)
 
     def _parse(self, buf: Buffer, key: bytes) -> EncodedBlock:
         """Read a block. Raises WireError, also for bytes behind a base without refinements."""

@@ -3,15 +3,14 @@
 A metric gives the cost of errors: a matrix G for keys and a matrix for values of a layer. An error e of a token costs e
 G e^T. With G = L L^T (Cholesky), all directions of x @ L cost the same. The eigenvectors U of the covariance of x @ L
 give the transform L U, with uncorrelated components. A common step is then best for all layers, keys and values (Goyal,
-"Theoretical foundations of transform coding", 2001). Without metrics, keys stand for the unseen queries: a direction
-weighs by the keys' spread in the direction. Layers then cannot be compared, and steps are in proportion to their
-components' deviations.
+"Theoretical foundations of transform coding", 2001). docs/calibration.md tells of profiles without metrics.
 """
 
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,34 +23,21 @@ from manthan.codec.profile import Group, Profile, ProfileInfo, rank_heads
 from manthan.codec.tables.frequencies import SHAPES
 from manthan.codec.tables.levels import FINE, STEPS, WIDTHS
 
-SINKS = 4
-"""First tokens of a text, kept exact and not counted."""
-HELD_BACK = 5
-"""Every fifth token of a call is held back."""
-SAMPLE = 2048
-"""Most held back tokens of a layer."""
-BLOCK = 16
-"""Tokens of the block for a preset's size: the smallest usual block."""
-HEADER = 256
-"""Bytes of the block's header and entries."""
-EVEN = 0.001
-"""Least weight of a direction, in parts of the average."""
-EVEN_OF_KEYS = 0.3
-"""Least weight of a direction of keys as stand-ins for queries."""
-SHARES = (1.0, 2.0)
-"""Steps of keys and of values without a metric, in deviations of their layer's components."""
-TOGETHER = 2, 2048
-"""Most layers of a group, and most numbers of a token."""
-RATIOS = 20.0, 12.0, 8.0, 5.0
-"""Least ratio of bf16 bytes to encoded bytes, by level."""
+SINKS = 4  # first tokens of a text, kept exact and not counted
+HELD_BACK = 5  # every fifth token of a call is held back
+SAMPLE = 2048  # most held back tokens of a layer
+BLOCK = 16  # tokens of the block for a preset's size: the smallest usual block
+HEADER = 256  # bytes of the block's header and entries
+EVEN = 0.001  # least weight of a direction, in parts of the average
+EVEN_OF_KEYS = 0.3  # least weight of a direction of keys as stand-ins for queries
+SHARES = (1.0, 2.0)  # steps of keys and of values without a metric, in deviations of their layer's components
+TOGETHER = 2, 2048  # most layers of a group, and most numbers of a token
+RATIOS = 20.0, 12.0, 8.0, 5.0  # least ratio of bf16 bytes to encoded bytes, by level
 EXPONENT, RIDGE = 0.5, 30.0
 """A token's steps are the token's weight to the power of -EXPONENT. RIDGE shrinks the regression's coefficients."""
-FINEST = 2.0 ** (np.arange(-90, 60) / 6)
-"""Candidates for the finest step, in which errors weigh 1."""
-EXACT_TOKENS = 64
-"""Tokens of the block for measuring exact blocks."""
-FEW = 8
-"""A step is searched, and sizes and errors are measured, with each eighth of the tokens held back."""
+FINEST = 2.0 ** (np.arange(-90, 60) / 6)  # candidates for the finest step, in which errors weigh 1
+EXACT_TOKENS = 64  # tokens of the block for measuring exact blocks
+FEW = 8  # a step is searched, and sizes and errors are measured, with each eighth of the tokens held back
 
 Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
@@ -232,55 +218,45 @@ class _Joint:
         """Return the group's transform, and the tokens held back."""
         first, count, *_ = self.place
         at = slice(self._heads.start * self.head_dim, self._heads.stop * self.head_dim)
-        moments = [
-            (each, share) for layer in layers[first : first + count] for each, share in zip(layer, SHARES, strict=False)
-        ]
-        step = at.stop - at.start
-        parts = [slice(n * step, (n + 1) * step) for n in range(len(moments))]
+        moments = [each for layer in layers[first : first + count] for each in zip(layer, SHARES, strict=False)]
         mean = self._sums / self._tokens
         covariance = self._products / self._tokens - np.outer(mean, mean)
-        roots = [
-            each.root(at, share, covariance[here, here]) for here, (each, share) in zip(parts, moments, strict=True)
-        ]
-        for here, root in zip(parts, roots, strict=True):
-            covariance[:, here] = covariance[:, here] @ root
-        for here, root in zip(parts, roots, strict=True):
-            covariance[here] = root.T @ covariance[here]
+        root, size = np.zeros_like(covariance), len(mean) // len(moments)
+        for n, (each, share) in enumerate(moments):
+            here = slice(n * size, (n + 1) * size)
+            root[here, here] = each.root(at, share, covariance[here, here])
+        covariance = root.T @ covariance @ root
         directions = np.linalg.eigh(covariance.astype(np.float32))[1][:, ::-1].T.astype(np.float64)
         least = min(len(each.held) for each, _ in moments)
         held = np.concatenate([each.held[:least, at] for each, _ in moments], 1)
-        inverse = np.concatenate(
-            [directions[:, here] @ np.linalg.inv(root) for here, root in zip(parts, roots, strict=True)], 1
-        )
+        inverse = directions @ np.linalg.inv(root)
         scale = np.maximum(np.linalg.norm(inverse, axis=0), 1e-30)
         mean = (self.center + mean).astype(np.float32)
-        rotated = [(held - mean)[:, here] @ root for here, root in zip(parts, roots, strict=True)]
-        y = np.concatenate(rotated, 1).astype(np.float32) @ directions.T.astype(np.float32)
-        return _Components(self, held, y, mean, scale, inverse / scale)
-
-
-class _Components:
-    """Transform of a group, and the components y of rows held back, before a step is chosen."""
-
-    def __init__(
-        self, joint: _Joint, held: Floats, y: Floats, mean: Floats, scale: Doubles, transform: Doubles
-    ) -> None:
-        size = len(mean)
-        self.group = Group(
-            *(joint.place, joint.head_dim, mean, scale.astype(np.float32), transform.astype(np.float16)),
-            *(np.zeros(size, np.uint8), joint.center, joint.deviations, joint.weigher(), np.zeros(size, np.int8)),
+        y = ((held - mean) @ root).astype(np.float32) @ directions.T.astype(np.float32)
+        group = Group(
+            *(self.place, self.head_dim, mean, scale.astype(np.float32), (inverse / scale).astype(np.float16)),
+            *(np.zeros(len(mean), np.uint8), self.center, self.deviations, self.weigher()),
+            np.zeros(len(mean), np.int8),
         )
-        self.held, self.y, self.j = held, y, shifts_of(self.group, held)
-        deviations = np.sqrt(np.square(self.y).mean(0)) + 1e-9
-        sharp = np.abs(self.y).mean(0) / deviations
-        near = [math.gamma(2 / s) / math.sqrt(math.gamma(1 / s) * math.gamma(3 / s)) for s in SHAPES]
-        shapes = np.abs(sharp[:, None] - near)
-        self._tables = len(WIDTHS) * shapes.argmin(1), 3 * np.log2(deviations / (STEPS[0] * WIDTHS[0]))
+        return _Components(group, held, y, shifts_of(group, held))
+
+
+class _Components(NamedTuple):
+    """Transform of a group, before a step is chosen. held: rows held back. y, j: components and weights of the rows."""
+
+    group: Group
+    held: Floats
+    y: Floats
+    j: npt.NDArray[np.int64]
 
     def stepped(self, step: float) -> Group:
         """Return the group with `step` as the finest step."""
-        shapes, widths = self._tables
-        table = shapes + np.clip(np.rint(widths - 3 * np.log2(step)), 0, len(WIDTHS) - 1)
+        deviations = np.sqrt(np.square(self.y).mean(0)) + 1e-9
+        sharp = np.abs(self.y).mean(0) / deviations
+        near = [math.gamma(2 / s) / math.sqrt(math.gamma(1 / s) * math.gamma(3 / s)) for s in SHAPES]
+        shapes = np.abs(sharp[:, None] - near).argmin(1)
+        widths = np.rint(3 * np.log2(deviations / (STEPS[0] * WIDTHS[0])) - 3 * np.log2(step))
+        table = len(WIDTHS) * shapes + np.clip(widths, 0, len(WIDTHS) - 1)
         return replace(self.group, scale=self.group.scale * np.float32(step), tables=table.astype(np.uint8))
 
 
@@ -333,10 +309,8 @@ def _measured(each: _Components, step: float, info: ProfileInfo) -> Group:
     back = places(group, q, j, 0, len(STEPS) - 1).astype(np.float32).T @ group.inverse / (FINE * 256) + group.mean
     errors = np.square((back - x) * (256 / SCALES[j - LEAST_J])[:, None]).mean(0)
     by_kind = errors.reshape(group.place[1], len(info.kinds), -1, group.head_dim)
-    if info.rope is not None:  # RoPE mixes both numbers of a pair
-        one, other = info.rope.pairs
-        keys = by_kind[:, 0]
-        keys[one] = keys[other] = (keys[one] + keys[other]) / 2
+    if info.rope is not None:
+        info.rope.average(by_kind[:, 0])
     found = np.rint(1.5 * np.log2(by_kind.ravel() + 1e-30) + 3 * group.points(len(info.kinds)))
     return replace(group, errors=np.clip(found, -128, 127).astype(np.int8))
 

@@ -18,11 +18,7 @@ class ShapeError(CodecError):
 
 
 class NonFiniteError(CodecError):
-    """Vector to encode, or scale to decode by, with a NaN or infinity. index: of the first such vector."""
-
-    def __init__(self, message: str, index: int) -> None:
-        super().__init__(message)
-        self.index = index
+    """Vector to encode, or scale to decode by, with a NaN or infinity."""
 
 
 class DamagedError(CodecError):

@@ -1,19 +1,10 @@
-"""Fidelity of a codec to the KV of the served model, measured without queries.
-
-Attention needs the logits q k / sqrt(D) of a query q with each key k. A codec with result k + e adds q e, to be
-compared with the differences between keys. Queries are not in the cache. Because queries look for differences between
-keys, the keys of a head less their mean stand for the queries. For each layer therefore
+"""Fidelity of a codec to the KV of the served model, measured without queries; docs/codec.md says why. For each layer
 
     noise of the logits = var_j(q_i e_j) / var_j(q_i c_j), of all heads, with q_i = c_i for even i, and odd j
-    c = the keys less their mean, common to all tokens, before RoPE if RoPE is known
-
-and likewise for values, averaged by attention,
-
     noise of the values = |v^ - v|**2 / |v - their mean|**2
 
-On SmolLM2-135M, with biased keys and without, the attention of the real queries diverges by three to nine times the
-noise of the logits, in nats, over three decades (docs/codec.md). Cosines do not show the divergence: they hardly change
-when a bias in the keys drowns the differences.
+where k + e is a decoded key k, v^ a decoded value v, and c the keys less their mean over all tokens, before RoPE if it
+is known. On SmolLM2-135M the attention of real queries diverges by 3 to 9 times the noise of the logits, in nats.
 
 With multi-head latent attention (MLA) a key is the latent and RoPE's part, one head for all, once the projections of
 the heads are in the query. Values depend on the latent alone. Both are measured in this form, with c behind RoPE.
@@ -35,15 +26,13 @@ from manthan.codec.rope import Rope
 
 LOGIT_NOISE, WORST_LOGIT_NOISE, VALUE_NOISE = 0.065, 0.2, 0.5
 """Limits of the noise: of logits, on the average of all layers and in the worst layer; of values in the worst layer."""
-QUERIES = 64
-"""Most queries of a head."""
+QUERIES = 64  # most queries of a head
 TINY = 1e-30
 LEAST_SHARE = 2e-5
 """Least difference between the tokens of a head, in parts of its energy, that is more than bf16's rounding.
 
 fp8's rounding is larger, but noise is measured against the numbers in the cache."""
-LEAST_TOKENS = 32
-"""Least number of different tokens for a measurement."""
+LEAST_TOKENS = 32  # least number of different tokens for a measurement
 
 
 class NothingToMeasureError(CodecError):
@@ -72,10 +61,6 @@ class Fidelity:
         """True if every noise is within the limit."""
         return self.excess <= 1
 
-    def timed(self, decode_s: float) -> "Fidelity":
-        """Return the measurement with decoding time `decode_s`, such as a GPU's."""
-        return replace(self, decode_s=decode_s)
-
     @classmethod
     def median(cls, found: "Sequence[Fidelity]") -> "Fidelity":
         """Median of several measurements of a codec, layer by layer, because a single odd session must decide
@@ -84,10 +69,7 @@ class Fidelity:
         names = ("logit_noise", "value_noise")
         middle = {name: np.median([getattr(one, name) for one in found], axis=0) for name in names}
         return replace(
-            found[0],
-            **middle,
-            tokens=sum(one.tokens for one in found),
-            decode_s=min(one.decode_s for one in found),
+            found[0], **middle, tokens=sum(one.tokens for one in found), decode_s=min(one.decode_s for one in found)
         )
 
     @property
@@ -126,21 +108,14 @@ class Fidelity:
 class Sample:
     """Block to measure.
 
-    keys, values: [layers, heads, tokens, head_dim], in the cache's numbers.
+    arrays: the block's, as in `BlockShape.arrays`.
     first_token: position of the first token in the session.
     exact: number of exact first tokens.
-    raw: bytes of further layers, if the format has them.
     """
 
-    keys: Numbers
-    values: Numbers
+    arrays: tuple[Numbers, ...]
     first_token: int
     exact: int = 0
-    raw: Numbers | None = None
-
-    @property
-    def arrays(self) -> tuple[Numbers, ...]:
-        return (self.keys, self.values) if self.raw is None else (self.keys, self.values, self.raw)
 
 
 def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -> Fidelity:

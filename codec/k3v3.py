@@ -47,8 +47,7 @@ EXPONENT, MAGNITUDE = np.uint32(0x7F800000), np.uint32(0x7FFFFFFF)
 SMALLEST = np.float32(2.0**-126)
 LEVELS: Floats = np.array([0.24509418, 0.7560053, 1.3439093, 2.1519456], np.float32)
 """Magnitudes of the Lloyd-Max quantizer of N(0, 1) with 2**BITS levels: each is the mean of a cell."""
-THRESHOLDS: Floats = np.array([0.50054973, 1.0499573, 1.7479275], np.float32)
-"""Thresholds halfway between these levels."""
+THRESHOLDS: Floats = np.array([0.50054973, 1.0499573, 1.7479275], np.float32)  # thresholds halfway between these levels
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class K3v3Codec(Codec):
         infinite = (scales & EXPONENT) == EXPONENT
         if infinite.any():
             bad = int(infinite.argmax())
-            raise NonFiniteError(f"the scale of vector {bad} is not finite: the block is damaged.", bad)
+            raise NonFiniteError(f"the scale of vector {bad} is not finite: the block is damaged.")
         planes = codes[align16(2 * n) :][: n * BITS * dim // 8].reshape(-1, section.tokens, BITS, dim // 8)
         return as_numbers(_decoded(scales.view(np.float32), planes).reshape(section.shape), section.dtype)
 

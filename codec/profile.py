@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -27,8 +28,7 @@ FORMAT = "manthan profile 2"
 LEVELS = {"klt-20x": 0, "klt-12x": 1, "klt-8x": 2, "klt-5x": 3, "klt-exact": 4}
 """Calibrated codecs, and the first level of each codec's blocks."""
 KINDS = ("keys", "values")
-POINT = 20
-"""Bits of a group's largest deviation as a whole number."""
+POINT = 20  # bits of a group's largest deviation as a whole number
 GROUP = {
     **dict.fromkeys(("mean", "scale", "center", "deviations", "weigher"), np.float32),
     "transform": np.float16,
@@ -112,13 +112,6 @@ class ProfileInfo:
         """Names of a layer's kinds of numbers."""
         return KINDS[:1] if self.latent else KINDS
 
-    @classmethod
-    def of_json(cls, told: Mapping[str, Any]) -> Self:
-        """Undo `asdict` and JSON. Raises KeyError, TypeError."""
-        rope = told["rope"]
-        turned = Rope(**rope | {"frequencies": tuple(rope["frequencies"])}) if rope else None
-        return cls(**{**told, "rope": turned, "bits": tuple(told["bits"])})
-
 
 @dataclass(frozen=True, eq=False)
 class Profile:
@@ -198,9 +191,9 @@ class Profile:
         if digest != _digest(metadata, tensors.items()):
             raise ProfileError(f"the profile {path} is damaged: its content is not that of its digest.")
         try:
-            info = ProfileInfo.of_json(metadata["info"])
+            info = msgspec.convert(metadata["info"], ProfileInfo)
             ranks = _ranks(info, tensors, metadata["ranks"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, ValueError, msgspec.ValidationError) as error:
             raise ProfileError(f"the profile {path} does not fit together: {error}.") from None
         return cls(info, ranks, digest)
 

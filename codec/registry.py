@@ -21,10 +21,8 @@ from manthan.codec.wht import NAME as WHT
 from manthan.codec.wht import PRESETS as WHTS
 
 GROUP = "manthan.codecs"
-DEFAULT = WHT
-"""Codec for a model without a profile."""
-FALLBACK = FINER
-"""Last lossy codec that the guard tries before it keeps all tokens exact."""
+DEFAULT = WHT  # codec for a model without a profile
+FALLBACK = FINER  # last lossy codec that the guard tries before it keeps all tokens exact
 
 
 class Preset(Protocol):

@@ -55,6 +55,11 @@ class Rope:
         cos, sin = self.tables(positions)
         return self._turned(x, cos / np.float32(self.scale), -sin / np.float32(self.scale))
 
+    def average(self, weights: Any) -> None:
+        """Set both numbers of each pair in `weights`, [..., head_dim], to their mean, because RoPE mixes them."""
+        first, second = self.pairs
+        weights[first] = weights[second] = (weights[first] + weights[second]) / 2
+
     def _turned(self, x: Floats, cos: Floats, sin: Floats) -> Floats:
         turned, (first, second) = x.copy(), self.pairs
         turned[first] = x[first] * cos - x[second] * sin

@@ -2,12 +2,8 @@
 
 Layout of an encoded section, and the arithmetic for all backends, bit for bit.
 
-The Walsh-Hadamard transform makes the numbers of any vector look Gaussian, so the codec needs no facts of the model. An
-entropy coder behind a uniform quantizer is then within a quarter of a bit of the optimum (Gish and Pierce,
-"Asymptotically efficient quantizing", 1968), and a bit or so better than a quantizer of fixed rate at the same bytes.
-Keys are coded before RoPE, less the block's mean (Hooper et al., KVQuant, 2024, quantize keys before RoPE): a bias of
-any size costs no bits. A common step for all keys of a layer is best, because errors in logits count alike for all
-keys. Values are averaged, and have a step each.
+docs/codec.md explains the steps. An entropy coder behind a uniform quantizer is within a quarter bit of the optimum
+(Gish and Pierce, "Asymptotically efficient quantizing", 1968). Hooper et al. (KVQuant, 2024) quantize keys before RoPE.
 
 A run is a section's part of a head in a layer: T vectors of D numbers at positions p. A row is a layer's runs, of keys
 or of values. All in float32, without fused steps; for fold see `manthan.codec.base`, for hadamard and w
@@ -88,21 +84,15 @@ from manthan.codec.tables.rotation import rotation
 
 MEAN_BITS, MEAN_TOP = 5, 15
 MEAN_INVERSE = np.float32(1 / MEAN_TOP)
-STEP_END = (127 + 100 + 2) << 7
-"""Upper bound of a mean's step, in bf16 bits."""
-SCALE_MAX, SCALE_END = 0xFEF, 0xFF0
-"""The largest finite bf16 number, with four bits of mantissa, and infinity."""
-FINITE_STEPS = 0x7F80
-"""bf16 bits of infinity: every step is below."""
-FINEST = np.float32(2.0**-8)
-"""Least step of a row, in parts of the row's largest mean's step."""
-MOST_STEPS = 8191
-"""Most steps of a mean."""
+STEP_END = (127 + 100 + 2) << 7  # upper bound of a mean's step, in bf16 bits
+SCALE_MAX, SCALE_END = 0xFEF, 0xFF0  # the largest finite bf16 number, with four bits of mantissa, and infinity
+FINITE_STEPS = 0x7F80  # bf16 bits of infinity: every step is below
+FINEST = np.float32(2.0**-8)  # least step of a row, in parts of the row's largest mean's step
+MOST_STEPS = 8191  # most steps of a mean
 ROW_STEP_END = (127 + 64) << 7
 """Upper bound of a row's step, in bf16 bits, so that nothing overflows before numbers are turned."""
 LIMIT = 40
-LIMIT_BITS = (127 + LIMIT) << 23
-"""Bits of 2**LIMIT as float32."""
+LIMIT_BITS = (127 + LIMIT) << 23  # bits of 2**LIMIT as float32
 FIRST_NORMAL = np.float32(2.0**-126)
 NO_ROPE = Rope(())
 SHAPE = SHAPES.index(2.0)
@@ -267,10 +257,7 @@ class WhtCodec(Codec):
     ) -> Numbers:
         kernels, mean_steps = self._kernels(), codes[parts.steps].view("<u2")
         rounded = codes[parts.row_steps].view("<u2")
-        bad = mean_steps >= STEP_END
-        if bad.any():
-            run = int(bad.argmax())
-            raise NonFiniteError(f"the mean of run {run} is not finite, or too large: the block is damaged.", run)
+        _check_steps(mean_steps, STEP_END, "the mean of run")
         _check_steps(rounded, ROW_STEP_END)
         steps = np.repeat(as_floats(rounded), section.heads)
         code = _unpack(codes[parts.means].reshape(parts.runs, MEAN_BITS, -1))
@@ -312,7 +299,7 @@ class WhtCodec(Codec):
         if large.any():
             bad = int(large.reshape(-1, section.head_dim).any(1).argmax())
             raise NonFiniteError(
-                f"vector {bad} holds a NaN, an infinity or a number of 2**{LIMIT} and more, and cannot be encoded.", bad
+                f"vector {bad} holds a NaN, an infinity or a number of 2**{LIMIT} and more, and cannot be encoded."
             )
 
     @cached_property
@@ -435,9 +422,9 @@ def _coarse(x: Floats) -> npt.NDArray[np.uint16]:
     return ((words + 0xFFFFF + (words >> 21 & 1)) >> 21 << 5).astype(np.uint16)
 
 
-def _check_steps(bf16: npt.NDArray[np.unsignedinteger], end: int = FINITE_STEPS) -> None:
+def _check_steps(bf16: npt.NDArray[np.unsignedinteger], end: int = FINITE_STEPS, what: str = "step") -> None:
     """Raise NonFiniteError for a negative step, or a step of bits `end` or more."""
     bad = bf16 >= end
     if bad.any():
         at = int(bad.argmax())
-        raise NonFiniteError(f"step {at} is not finite, or too large: the block is damaged.", at)
+        raise NonFiniteError(f"{what} {at} is not finite, or too large: the block is damaged.")

@@ -47,8 +47,7 @@ CHECKSUM, FINGERPRINT, LENGTH = slice(8, 16), slice(16, 32), slice(32, 40)
 KEY_AT, MARK_AT = 64, 57
 KEY_MAX, FINGERPRINT_LEN, CODEC_NAME_MAX = 64, 16, 24
 SECTIONS_MAX = 256
-PLACE_MAX = 2**62
-"""Last position in a session, beyond all real positions."""
+PLACE_MAX = 2**62  # last position in a session, beyond all real positions
 
 Buffer = bytes | bytearray | memoryview | Codes
 

@@ -17,7 +17,7 @@ from manthan.manager.commands.console import make_console
 from manthan.manager.commands.sessions import app as sessions_app
 from manthan.manager.config.model import FIELDS
 from manthan.manager.config.registered import check_registered, choose_policy
-from manthan.manager.config.resolve import DEFAULT, ConfigError, ManthanConfig, Resolved, resolve_config
+from manthan.manager.config.resolve import DEFAULT, ConfigError, ManthanConfig, resolve_config
 from manthan.policies import BadPolicyError, get_policy, policy_names
 
 LATE = {
@@ -110,17 +110,6 @@ def check_config(file: Annotated[str, typer.Argument(metavar="FILE", help="A YAM
     except ConfigError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from None
-    make_console().print(_config_table(resolved))
-    codec = resolved.config.codec
-    if needs_profile(codec.name) and not codec.profile:
-        typer.echo(
-            f"codec.name is {codec.name}, which needs a profile of the model that is served: `manthan calibrate MODEL` "
-            "makes one, in minutes.",
-            err=True,
-        )
-
-
-def _config_table(resolved: Resolved) -> Table:
     table = Table("key", "value", "source", box=None)
     for key in FIELDS:
         table.add_row(key, Text(_value(resolved.config, key)), Text(resolved.sources[key]))
@@ -128,7 +117,14 @@ def _config_table(resolved: Resolved) -> Table:
             for option, value in choose_policy(resolved.config.policy).options:
                 source = resolved.sources.get(f"policy.{option}", DEFAULT)
                 table.add_row(f"policy.{option}", Text(str(value)), Text(source))
-    return table
+    make_console().print(table)
+    codec = resolved.config.codec
+    if needs_profile(codec.name) and not codec.profile:
+        typer.echo(
+            f"codec.name is {codec.name}, which needs a profile of the model that is served: `manthan calibrate MODEL` "
+            "makes one, in minutes.",
+            err=True,
+        )
 
 
 def _value(config: ManthanConfig, key: str) -> str:

@@ -89,8 +89,8 @@ class Stuck:
 @pytest.mark.invariant(
     3,
     "manager/tiers/redis_sessions.py",
-    "self._lookups.append(_Lookup(request_id, session_id, group, tuple(hashes), needed))",
-    "self._look_up(self._namespace, _Lookup(request_id, session_id, group, tuple(hashes), needed))",
+    "self._lookups[request_id] = partial(self._look_up, session_id, group, tuple(hashes), needed)",
+    "self._look_up(session_id, group, tuple(hashes), needed, self._namespace)",
 )
 @pytest.mark.parametrize("name", ["manthan-redis", "manthan-journal"])
 def test_the_scheduler_s_thread_leaves_redis_and_the_journal_to_others_and_waits_for_neither(

@@ -153,7 +153,7 @@ class KltCodec(Codec):
             if sum(body_nbytes(body.size) + REFINEMENT for body in bodies) <= room:
                 break
         else:
-            raise NonFiniteError("a number is too far from the profile to be encoded.", 0)
+            raise NonFiniteError("a number is too far from the profile to be encoded.")
         if self._level == EXACT:
             bodies.append(self._exact(x, q, j, k, section, positions))
         assert sum(map(len, bodies)) <= most

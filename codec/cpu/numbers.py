@@ -84,7 +84,7 @@ def check_finite(x: Floats) -> None:
     finite = np.isfinite(x).all(axis=-1).ravel()
     if not finite.all():
         bad = int(finite.argmin())
-        raise NonFiniteError(f"vector {bad} holds a NaN or an infinity and cannot be encoded.", bad)
+        raise NonFiniteError(f"vector {bad} holds a NaN or an infinity and cannot be encoded.")
 
 
 @lru_cache

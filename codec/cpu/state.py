@@ -109,7 +109,7 @@ class StateCodec(Codec):
         largest = np.abs(x).max(axis=1)
         if not np.isfinite(largest).all():
             at = int(np.argmin(np.isfinite(largest)))
-            raise NonFiniteError(f"row {at} of the recurrent states has a number that is not finite.", at)
+            raise NonFiniteError(f"row {at} of the recurrent states has a number that is not finite.")
         if not self.is_int8:
             return [as_numbers(x.copy(), Dtype.BFLOAT16)]
         scales: Floats = largest / np.float32(LEVELS)

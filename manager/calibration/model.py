@@ -1,16 +1,7 @@
 """Measurement of a model while reading a text, for a profile: statistics of the cache, and metrics.
 
-The cache holds keys and values, or latents (MLA) and RoPE's part of keys. Needs torch and Transformers.
-
-A metric weighs errors by their effect on the next tokens' probabilities. For small errors the effect is Fisher's
-information: the mean of g g^T over tokens, where g is the gradient of the log-probability of the model's prediction in
-the keys and values of a prefix (Amari, 1998). Fisher's information separates layers, keys and values well, but single
-directions are noisy. So half of the metric, scaled to the same size in each layer, comes from facts without a gradient:
-
-- for keys, the queries: RoPE turns pairs of numbers by the distance of query and key, so that over all distances both
-  numbers of a pair weigh the queries' mean energy in the pair;
-- for values, the output projection: W^T W of a head's part of the matrix W;
-- for latents, the projection of latents to keys and values: W^T W.
+The cache holds keys and values, or latents (MLA) and RoPE's part of keys. Needs torch and Transformers. A metric is
+half Fisher's information (Amari, 1998) and half facts without a gradient; docs/calibration.md says why.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -213,8 +204,7 @@ class _Attention:
         info = self._info
         energy = self.energy.double().cpu().numpy().reshape(info.heads, -1, info.head_dim).sum(1)
         if info.rope is not None:
-            first, second = info.rope.pairs
-            energy[first] = energy[second] = (energy[first] + energy[second]) / 2
+            info.rope.average(energy)
         return np.diag(energy.ravel())
 
     def values(self) -> Doubles:
@@ -224,11 +214,9 @@ class _Attention:
         weight = next((getattr(self._module, name).weight for name in OUTPUTS if hasattr(self._module, name)), None)
         if weight is None or weight.shape[1] % size:
             return np.eye(size)
-        heads = weight.double().cpu().numpy().reshape(len(weight), info.heads, -1, info.head_dim)
-        made = np.zeros((info.heads, info.head_dim, info.heads, info.head_dim))
-        for head in range(info.heads):
-            made[head, :, head] = np.einsum("ogd,oge->de", heads[:, head], heads[:, head])
-        return made.reshape(size, size)
+        heads = weight.double().reshape(len(weight), info.heads, -1, info.head_dim)
+        made: Doubles = torch.block_diag(*torch.einsum("ohgd,ohge->hde", heads, heads)).cpu().numpy()
+        return made
 
 
 @contextmanager

@@ -1,13 +1,9 @@
-"""Metric of a model's keys and values from a server's own queries, without a gradient.
+"""Metric of a model's keys and values from a server's own queries, without a gradient; see docs/calibration.md.
 
-An error e in a value reaches the residual stream as a W e from each query with attention weight a. W is the head's part
-of the output projection. An error e in a key changes the logit by q e, and the output by a (v - o) q e, with o the
-attention's output. Different queries add up like variances:
+Errors e reach the residual stream as a W e from a value, and change the output by a (v - o) q e from a key, with
+attention weights a, outputs o and the head's part W of the output projection. Different queries add up like variances:
 
     values: sum of a^2, times W^T W;   keys: sum of a^2 |W (v - o)|^2 q q^T, reduced by RoPE to each pair's energy
-
-Later layers divide the stream by the stream's length. The squared length grows with depth by `GROWTH`. A token's share
-of these sums is the token's weight.
 """
 
 import re
@@ -70,9 +66,8 @@ class TrafficBuilder(ProfileBuilder):
         layers, heads, dim = self._shape
         lengths = [FIRST, *np.geomspace(1, GROWTH, layers - 1)]
         for layer, (energy, seen, length) in enumerate(zip(self._energy, self._seen, lengths, strict=True)):
-            if (rope := self._info.rope) is not None:
-                first, second = rope.pairs
-                energy[first] = energy[second] = (energy[first] + energy[second]) / 2
+            if self._info.rope is not None:
+                self._info.rope.average(energy)
             values = np.zeros((heads, dim, heads, dim))
             values[range(heads), :, range(heads)] = seen
             self.weigh(layer, np.diag(KEYS / length * energy.ravel()), values.reshape(heads * dim, -1) / length)

@@ -4,15 +4,13 @@ A field's description completes the sentence "KEY must be …".
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
-
-from manthan.manager.config.removed import KINDS
 
 
 class ConfigError(ValueError):
@@ -89,55 +87,41 @@ class Flag(NamedTuple):
 
 
 class _Model(BaseModel):
+    """Group of keys. shorthand: key of a bare value, so that `policy: lru` is `policy: {name: lru}`."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
+    shorthand: ClassVar[str | None] = None
 
 
-class _Group(_Model):
-    shorthand: ClassVar[str | None] = None  # key of a bare value: `policy: lru` is `policy: {name: lru}`
-
-    @model_validator(mode="before")
-    @classmethod
-    def _spell_out(cls, value: object) -> object:
-        return {cls.shorthand: value} if cls.shorthand and isinstance(value, (str, int, float)) else value
-
-
-class PolicyConfig(_Group):
+class PolicyConfig(_Model):
     """Name of an eviction policy, and the policy's options."""
 
     model_config = ConfigDict(extra="allow")
     shorthand = "name"
 
-    name: Annotated[str, Flag("--manthan-policy", "NAME")] = Field(
-        default="lru", description="the name of a policy, such as lru"
-    )
+    name: str = Field(default="lru", description="the name of a policy, such as lru")
 
     @property
     def options(self) -> dict[str, Any]:
         return dict(self.model_extra or {})
 
 
-class IdleConfig(_Group):
+class IdleConfig(_Model):
     """Conditions on which idle sessions are saved."""
 
     shorthand = "after_s"
 
-    after_s: Annotated[Number, Flag("--manthan-idle-after", "SECONDS")] = Field(
-        default=2.0, gt=0, description="a plain number of seconds above 0, such as 2"
-    )
+    after_s: Number = Field(default=2.0, gt=0, description="a plain number of seconds above 0, such as 2")
     min_tokens: Count = Field(default=256, ge=0, description="a whole number of tokens, 0 or more")
 
 
-class CodecConfig(_Group):
+class CodecConfig(_Model):
     """Codec of compressed blocks, the processor that it runs on, and the tokens kept exact."""
 
     shorthand = "name"
 
-    name: Annotated[str, Flag("--manthan-codec", "NAME")] = Field(
-        default="auto", description="the name of a codec, such as wht-5x"
-    )
-    profile: Annotated[str, Flag("--manthan-codec-profile", "FILE")] = Field(
-        default="", description="the path of a model's profile; empty for the one that is found"
-    )
+    name: str = Field(default="auto", description="the name of a codec, such as wht-5x")
+    profile: str = Field(default="", description="the path of a model's profile; empty for the one that is found")
     sink_tokens: Count = Field(default=4, ge=0, description="a whole number of a session's first tokens, 0 for none")
     state: Literal["exact", "bf16", "int8"] = Field(default="exact", description="exact, bf16 or int8")
     guard: bool = Field(default=True, description="true or false")
@@ -145,22 +129,20 @@ class CodecConfig(_Group):
     backend: Literal["auto", "numpy", "cuda"] = Field(default="auto", description="auto, numpy or cuda")
 
 
-class DiskConfig(_Group):
+class DiskConfig(_Model):
     """The folder of `tiers.kind` disk, and of disk in front of Redis."""
 
     shorthand = "path"
 
-    path: Annotated[str, Flag("--manthan-disk-path", "FOLDER")] = Field(
-        default="", description="the path of a folder of a local file system"
-    )
+    path: str = Field(default="", description="the path of a folder of a local file system")
 
 
-class RedisConfig(_Group):
+class RedisConfig(_Model):
     """Redis (or Valkey) server of `tiers.kind` redis. The URL has no password."""
 
     shorthand = "url"
 
-    url: Annotated[RedisUrl, Flag("--manthan-redis-url", "URL")] = Field(
+    url: RedisUrl = Field(
         default="redis://127.0.0.1:6379/0",
         description="redis://USER@HOST:PORT/DB, rediss:// for TLS or unix://USER@/PATH, with redis-py's options behind "
         f"a '?' and without a password (set {REDIS_PASSWORD} for it)",
@@ -173,7 +155,7 @@ class RedisConfig(_Group):
     ttl_s: Number = Field(default=86400.0, ge=1, description="a plain number of seconds, 1 or more, such as 86400")
 
 
-class TiersConfig(_Group):
+class TiersConfig(_Model):
     """Tiers of the cold store, with the bytes of each.
 
     kind host is RAM, pinned with a GPU; device is GPU memory; disk is a folder of a local file system; redis is a Redis
@@ -184,12 +166,9 @@ class TiersConfig(_Group):
 
     shorthand = "kind"
 
-    kind: Annotated[str, Flag("--manthan-cold-store", "KIND")] = Field(
-        default="host", description="the name of a cold store, such as host"
-    )
-    max_bytes: Annotated[Bytes, Flag("--manthan-cold-bytes", "SIZE")] = Field(
-        default=ByteSize(4 << 30),
-        description="a size above 0, such as 4GiB, 512MiB or a plain number of bytes",
+    kind: str = Field(default="host", description="the name of a cold store, such as host")
+    max_bytes: Bytes = Field(
+        default=ByteSize(4 << 30), description="a size above 0, such as 4GiB, 512MiB or a plain number of bytes"
     )
     host_bytes: AnyBytes = Field(default=ByteSize(0), description="a size, such as 64GiB; 0 for none")
     disk_bytes: AnyBytes = Field(default=ByteSize(0), description="a size, such as 500GiB; 0 for none")
@@ -238,8 +217,6 @@ class TiersConfig(_Group):
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:
-        if self.kind in KINDS:
-            raise ValueError(f"tiers.kind is {self.kind}, which is no more: {KINDS[self.kind]}")
         if self.host_bytes and self.kind == "host":
             raise ValueError(
                 "tiers.host_bytes is RAM for tiers.kind device, disk or redis, but kind is host: use max_bytes"
@@ -256,18 +233,18 @@ class TiersConfig(_Group):
         return self
 
 
-class ApiConfig(_Group):
+class ApiConfig(_Model):
     """The HTTP API below /manthan."""
 
     shorthand = "enabled"
 
-    enabled: Annotated[bool, Flag("--manthan-api", "on|off")] = Field(default=True, description="true or false")
+    enabled: bool = Field(default=True, description="true or false")
     hosts: Annotated[tuple[str, ...], BeforeValidator(_names)] = Field(
         default=(), description="a list of host names, such as [gpu7.example.org]"
     )
 
 
-class TenantsConfig(_Group):
+class TenantsConfig(_Model):
     """Tenants: their shares of the cold store, the header that names a request's tenant, and if they share blocks."""
 
     shares: Shares = Field(
@@ -280,14 +257,12 @@ class TenantsConfig(_Group):
     isolate: bool = Field(default=True, description="true or false")
 
 
-class SealingConfig(_Group):
+class SealingConfig(_Model):
     """Keys that seal compressed blocks and the journal on a disk, and blocks in Redis."""
 
     shorthand = "key_file"
 
-    key_file: Annotated[str, Flag("--manthan-encryption-key-file", "FILE")] = Field(
-        default="", description="the path of a file of keys; empty to seal nothing"
-    )
+    key_file: str = Field(default="", description="the path of a file of keys; empty to seal nothing")
 
 
 class ManthanConfig(_Model):
@@ -316,27 +291,33 @@ class ManthanConfig(_Model):
         return self
 
 
-def _walk(model: type[_Model], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the fields of a model and of all groups, by dotted name. A group comes before its own fields."""
-    for name, field in model.model_fields.items():
-        yield prefix + name, field
-        if (group := _group(field)) is not None:
-            yield from _walk(group, f"{prefix}{name}.")
-
-
-def _group(field: FieldInfo) -> type[_Group] | None:
-    found = field.annotation
-    return found if isinstance(found, type) and issubclass(found, _Group) else None
-
-
-GROUPS: dict[str, type[_Group]] = {
-    key: group for key, field in _walk(ManthanConfig) if (group := _group(field)) is not None
-}
+GROUPS: dict[str, type[_Model]] = {}
 """Models of groups of keys, by dotted name, such as `tiers` and `tiers.disk`."""
-
-FIELDS = {key: field for key, field in _walk(ManthanConfig) if key not in GROUPS}
+FIELDS: dict[str, FieldInfo] = {}
 """Fields with a value, by dotted name: `idle.after_s`, `tiers.max_bytes`."""
 
 
-FLAGS = {key: flag for key, field in FIELDS.items() for flag in field.metadata if isinstance(flag, Flag)}
+def _enter(model: type[_Model], prefix: str = "") -> None:
+    for name, field in model.model_fields.items():
+        if isinstance(group := field.annotation, type) and issubclass(group, _Model):
+            GROUPS[prefix + name] = group
+            _enter(group, f"{prefix}{name}.")
+        else:
+            FIELDS[prefix + name] = field
+
+
+_enter(ManthanConfig)
+
+FLAGS = {
+    "policy.name": Flag("--manthan-policy", "NAME"),
+    "idle.after_s": Flag("--manthan-idle-after", "SECONDS"),
+    "codec.name": Flag("--manthan-codec", "NAME"),
+    "codec.profile": Flag("--manthan-codec-profile", "FILE"),
+    "tiers.kind": Flag("--manthan-cold-store", "KIND"),
+    "tiers.max_bytes": Flag("--manthan-cold-bytes", "SIZE"),
+    "tiers.disk.path": Flag("--manthan-disk-path", "FOLDER"),
+    "tiers.redis.url": Flag("--manthan-redis-url", "URL"),
+    "api.enabled": Flag("--manthan-api", "on|off"),
+    "sealing.key_file": Flag("--manthan-encryption-key-file", "FILE"),
+}
 """Options of `vllm serve`, by key."""

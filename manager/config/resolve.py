@@ -18,7 +18,6 @@ import yaml
 from pydantic import ValidationError
 
 from manthan.manager.config.model import FIELDS, FLAGS, GROUPS, REDIS_PASSWORD, ConfigError, ManthanConfig
-from manthan.manager.config.removed import REMOVED, RENAMED
 from manthan.manager.config.sentences import first_mistake, must_be, nearest
 
 __all__ = ["FLAG_KEYS", "ConfigError", "ManthanConfig", "Resolved", "resolve_config"]
@@ -31,7 +30,6 @@ KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|
 """Variables put into every pod of a namespace by a Service named `manthan` or `manthan-redis`."""
 DEFAULT, ARGUMENT = "default", "argument"
 LONG_UNSAVED_S = 30  # most seconds of idle.after_s without a warning at start-up
-OLD_GROUPS = {old.rpartition(".")[0] for old in RENAMED} - {""}
 
 
 class Resolved(NamedTuple):
@@ -45,23 +43,16 @@ class Resolved(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """Value, and its source; see `Resolved`. old: the old name of a renamed key, if the source uses it."""
+    """Value, and its source; see `Resolved`."""
 
     value: object
     source: str
-    old: str = ""
-
-
-_Leaves = Iterator[tuple[str, _Given]]
 
 
 def resolve_config(
-    path: str | Path | None = None,
-    *,
-    env: Mapping[str, str] | None = None,
-    flags: Mapping[str, object] | None = None,
+    path: str | Path | None = None, *, env: Mapping[str, str] | None = None, flags: Mapping[str, object] | None = None
 ) -> Resolved:
-    """Return the configuration and the source of every value. Unknown variables and old keys are logged.
+    """Return the configuration and the source of every value. Unknown variables are logged.
 
     Args:
         path: YAML file.
@@ -70,11 +61,11 @@ def resolve_config(
 
     Raises: ConfigError for an unreadable file, an unknown key in the file, or a wrong value.
     """
-    env, given = os.environ if env is None else env, dict[str, _Given]()
+    given = dict[str, _Given]()
     file = [] if path is None else [(str(key), value, str(path)) for key, value in _read_yaml(path).items()]
     variables = [
         (name.removeprefix(ENV_PREFIX).lower().replace("__", "."), value, name)
-        for name, value in env.items()
+        for name, value in (os.environ if env is None else env).items()
         if name.startswith(ENV_PREFIX)
     ]
     known = [one for one in variables if _is_known(one[0])]
@@ -84,7 +75,11 @@ def resolve_config(
         if value is not None
     ]
     for layer in (file, known, options):
-        _override(given, chain.from_iterable(_leaves(*one) for one in layer))
+        above = dict(chain.from_iterable(_leaves(*one) for one in layer))
+        name = above.get("policy.name")
+        if name and name.value != given.get("policy.name", name).value:  # another policy has other options
+            given = {key: one for key, one in given.items() if not key.startswith("policy.")}
+        given |= above
     try:
         config = ManthanConfig.model_validate(_nested(given))
     except ValidationError as error:
@@ -115,12 +110,10 @@ def _read_yaml(path: str | Path) -> dict[object, object]:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}: is not valid YAML: {error.problem}{where}") from None
-    except (yaml.YAMLError, ValueError, RecursionError):  # bytes that are no text, a wrong date, too many brackets
-        raise ConfigError(f"{path}: is not valid YAML") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a wrong date, or too many brackets
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", "")
+        why = f": {problem} in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}: is not valid YAML{why}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -133,19 +126,14 @@ def _warn_once(sentence: str) -> None:
     logger.warning("%s", sentence)
 
 
-def _leaves(key: str, value: object, source: str) -> _Leaves:
-    """Yield key and value of each of FIELDS that `key: value` sets, with shorthands and old names replaced."""
+def _leaves(key: str, value: object, source: str) -> Iterator[tuple[str, _Given]]:
+    """Yield key and value of each of FIELDS that `key: value` sets, with shorthands replaced."""
     group = GROUPS.get(key)
-    if key in REMOVED:
-        _warn_once(f"Manthan: {source}: {key} has no effect any more: {REMOVED[key]}")
-    elif (group or key in OLD_GROUPS) and isinstance(value, Mapping):
+    if group and isinstance(value, Mapping):
         for inner, inner_value in value.items():
             yield from _leaves(f"{key}.{inner}", inner_value, source)
-    elif (group or key in OLD_GROUPS) and value is None:  # a group with all keys commented out
+    elif group and value is None:  # a group with all keys commented out
         return
-    elif key in RENAMED:
-        _warn_once(f"Manthan: {source}: {key} is {RENAMED[key]} now")
-        yield RENAMED[key], _Given(value, source, key)
     elif not _is_known(key):
         raise ConfigError(f"{source}: unknown key '{key}'{nearest(key, (*FIELDS, *GROUPS))}")
     elif group is None:
@@ -158,30 +146,12 @@ def _leaves(key: str, value: object, source: str) -> _Leaves:
 
 
 def _is_known(key: str) -> bool:
-    known = key in FIELDS or key in GROUPS or key in RENAMED or key in REMOVED
-    return known or (key.startswith("policy.") and key != "policy.")
-
-
-def _override(given: dict[str, _Given], layer: _Leaves) -> None:
-    """Override values of `given` by `layer`. A policy with another name does not get the earlier policy's options."""
-    above: dict[str, _Given] = {}
-    for key, one in layer:
-        for other in (above.get(key), given.get(key)):
-            if other and bool(other.old) != bool(one.old) and not {one.source, other.source} & FLAG_KEYS.keys():
-                sources = ", ".join(dict.fromkeys((other.source, one.source)))
-                old = one.old or other.old
-                raise ConfigError(f"{sources}: {old} is {key} now, and both are set: leave out {old}")
-        above[key] = one
-    name = given.get("policy.name")
-    if name and "policy.name" in above and above["policy.name"].value != name.value:
-        for key in [key for key in given if key.startswith("policy.")]:
-            del given[key]
-    given.update(above)
+    return key in FIELDS or key in GROUPS or (key.startswith("policy.") and key != "policy.")
 
 
 def _nested(given: Mapping[str, _Given]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
-    for key, (value, _, _) in given.items():
+    for key, (value, _) in given.items():
         *groups, name = key.split(".") if key in FIELDS else key.split(".", 1)
         inside = nested
         for group in groups:
@@ -197,5 +167,5 @@ def _sentence(error: ValidationError, given: Mapping[str, _Given]) -> str:
         return f"{', '.join(dict.fromkeys(given[name].source for name in given if name in said))}: {said}"
     while key not in given:  # the mistake is inside a value that is a mapping
         key = key.rpartition(".")[0]
-    value, source, _ = given[key]
+    value, source = given[key]
     return f"{source}: {must_be(key, FIELDS[key].description, value)}"

@@ -53,11 +53,10 @@ class Arena:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = 0  # number of addresses
         self.available = 0  # number of free bytes, in all holes
-        # Holes by start, by end and by size. Starts and sizes are sorted. Two holes never touch each other.
+        # Holes by start, by end, and sorted by size and start. Two holes never touch each other.
         self._size_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}
-        self._starts: dict[int, list[int]] = {}
-        self._sizes: list[int] = []
+        self._holes: list[tuple[int, int]] = []
         self._end = 0
         self.join(Extent(0, nbytes))
 
@@ -74,8 +73,8 @@ class Arena:
 
     def allocate(self, nbytes: int) -> tuple[Extent, ...] | None:
         """Return extents of room(nbytes) bytes in all; None if fewer are free."""
-        size = room(nbytes)
-        return None if size > self.available else self._in_pieces(size)
+        found = self.allocate_some(nbytes, 1)
+        return found[0] if found else None
 
     def allocate_some(self, nbytes: int, count: int) -> list[tuple[Extent, ...]]:
         """Return the extents of up to `count` blocks of `nbytes` bytes, the same that repeated `allocate` would give.
@@ -85,12 +84,12 @@ class Arena:
         size = room(nbytes)
         found: list[tuple[Extent, ...]] = []
         while len(found) < count and size <= self.available:
-            at = bisect_left(self._sizes, size)
-            if at == len(self._sizes):
+            at = bisect_left(self._holes, (size, 0))
+            if at == len(self._holes):
                 found.append(self._in_pieces(size))
                 continue
-            fit = min(count - len(found), self._sizes[at] // size)
-            start, taken = self._take(self._sizes[at], fit * size)
+            fit = min(count - len(found), self._holes[at][0] // size)
+            start, taken = self._take(at, fit * size)
             found += [(Extent(begin, size),) for begin in range(start, start + taken, size)]
         return found
 
@@ -113,14 +112,14 @@ class Arena:
         """Take `left` free bytes in as few extents as possible."""
         taken = []
         while left:
-            at = min(bisect_left(self._sizes, left), len(self._sizes) - 1)
-            taken.append(self._take(self._sizes[at], left))
+            largest = bisect_left(self._holes, (self._holes[-1][0], 0))
+            taken.append(self._take(min(bisect_left(self._holes, (left, 0)), largest), left))
             left -= taken[-1].nbytes
         return tuple(taken)
 
-    def _take(self, size: int, most: int) -> Extent:
-        """Take up to `most` first bytes of the lowest hole of `size` bytes."""
-        start = self._starts[size][0]
+    def _take(self, at: int, most: int) -> Extent:
+        """Take up to `most` first bytes of hole number `at`."""
+        size, start = self._holes[at]
         self._remove(start)
         taken = Extent(start, min(size, most))
         if taken.nbytes < size:
@@ -131,16 +130,9 @@ class Arena:
     def _add(self, start: int, size: int) -> None:
         self._size_at[start] = size
         self._start_before[start + size] = start
-        if size not in self._starts:
-            self._starts[size] = []
-            insort(self._sizes, size)
-        insort(self._starts[size], start)
+        insort(self._holes, (size, start))
 
     def _remove(self, start: int) -> None:
         size = self._size_at.pop(start)
         del self._start_before[start + size]
-        starts = self._starts[size]
-        del starts[bisect_left(starts, start)]
-        if not starts:
-            del self._starts[size]
-            del self._sizes[bisect_left(self._sizes, size)]
+        del self._holes[bisect_left(self._holes, (size, start))]

@@ -2,7 +2,7 @@
 
 import threading
 from abc import abstractmethod
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -56,7 +56,7 @@ class ArenaTier(Tier):
         self.peak = 0  # largest number of bytes ever taken
         self._lock = threading.Lock()  # held to read or change the attributes below, but never during I/O
         self._arena = arena
-        self._blocks: dict[BlockName, Placed] = {}
+        self._blocks: OrderedDict[BlockName, Placed] = OrderedDict()  # least recently stored or touched first
         self._writing: dict[BlockName, object] = {}  # by block, an object for the put that writes it
         self._dropped: deque[Placed] = deque()
         self._dropped_nbytes = 0  # bytes of dropped blocks not yet erased
@@ -130,10 +130,23 @@ class ArenaTier(Tier):
             self._erase_soon()
         return self
 
-    def names(self) -> list[BlockName]:
-        """Return the names of the blocks, in the order of storing."""
+    def touch(self, group: int, keys: Sequence[bytes]) -> None:
+        """Mark blocks as used now, the last of `keys` as used first."""
         with self._lock:
-            return list(self._blocks)
+            for name in [(group, key) for key in reversed(keys)]:
+                if name in self._blocks:
+                    self._blocks.move_to_end(name)
+
+    def make_room(self, nbytes: int) -> bool:
+        """Drop the least recently used blocks until `nbytes` bytes are free. Return False if that many cannot be."""
+        with self._lock:
+            free = self.usable - self._arena.used + self._dropped_nbytes
+            while free < nbytes <= self.usable and self._blocks:
+                name, placed = next(iter(self._blocks.items()))
+                free += sum(extent.nbytes for extent in placed.extents)
+                self._remove(name)
+            self._erase_soon()
+        return free >= nbytes
 
     @property
     def used(self) -> int:
@@ -144,7 +157,7 @@ class ArenaTier(Tier):
     @property
     def usable(self) -> int:
         """Most bytes that blocks can take. The rest stays free, so that free extents stay large."""
-        return usable(self._arena.nbytes)
+        return usable(self.max_bytes)
 
     # -- the caller holds the lock ----------------------------------------------------------------------
 
@@ -159,6 +172,8 @@ class ArenaTier(Tier):
         self._dropped.append(placed)
 
     def _take(self, nbytes: int) -> tuple[Extent, ...] | None:
+        if self._arena.used + nbytes > self.max_bytes:  # a disk's file from an earlier, larger budget has more room
+            return None
         extents = self._arena.allocate(nbytes)
         self.peak = max(self.peak, self._arena.used)
         return extents

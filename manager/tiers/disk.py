@@ -32,7 +32,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -53,15 +53,11 @@ FILE = "blocks"
 PAGE = 4096  # unit of allocation, and of holes, in file systems
 HEADER, MOST_EXTENTS, MOST_KEY, MOST_INNER = 512, 24, 64, 4
 MAGIC, VERSION = b"MNDB", 1
-_FIELDS = struct.Struct("<4sHHIIQQQ64s")
-_EXTENT, _INNER, _DIGEST = struct.Struct("<QQ"), struct.Struct(f"<{MOST_INNER}I"), struct.Struct("<Q")
-_END = HEADER - _DIGEST.size
-_INNER_AT = _FIELDS.size + MOST_EXTENTS * _EXTENT.size
-assert _INNER_AT + _INNER.size <= _END
+_FIELDS = struct.Struct(f"<4sHHIIQQQ64s{2 * MOST_EXTENTS}Q{MOST_INNER}I")  # all but the header's checksum
 DISK = "disk"  # cause of a failure of the disk
 SYNC_S, CLOSE_S = 5.0, 5.0  # seconds between two syncs, and most seconds that `close` waits for the disk
 READERS, WRITERS, AHEAD = 8, 4, 16  # threads that read, threads that write, runs of blocks read ahead
-RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20  # most bytes of a run of several blocks; bytes searched at a time
+RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20  # bytes of a run of blocks, on average; bytes searched at a time
 QUIET_S = 60.0  # seconds between two log lines about failures of many blocks
 
 
@@ -99,8 +95,9 @@ class DiskTier(ArenaTier):
         sync_folder(folder)
         weakref.finalize(self, os.close, self._fd)  # not before the last thread has finished
         blocks = records_in(self._fd)
-        super().__init__(max_bytes, self._arena_around(blocks.values(), max_bytes // PAGE * PAGE))
-        self._blocks = blocks
+        max_bytes = max_bytes // PAGE * PAGE
+        super().__init__(max_bytes, self._arena_around(blocks.values(), max_bytes))
+        self._blocks.update(blocks)
         self._sequence = max((placed.sequence for placed in blocks.values()), default=0)
         self._is_dirty, self._is_apart, self._sparing = True, False, Sparing(QUIET_S)
         self._readers = ThreadPoolExecutor(READERS, "manthan-disk-read")
@@ -128,7 +125,10 @@ class DiskTier(ArenaTier):
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         """See Tier. Some runs of blocks are read ahead."""
-        runs, done, left_s = self._runs(group, keys), 0, self._timeout_s
+        names, done, left_s = [(group, key) for key in keys], 0, self._timeout_s
+        sizes = [placed.nbytes for placed in map(self._blocks.get, names) if placed is not None]
+        length = max(1, RUN_BYTES * len(sizes) // max(1, sum(sizes)))
+        runs = (names[at : at + length] for at in range(0, len(names), length))
         ahead: deque[Future[list[Found]]] = deque()
         try:
             while done < len(keys):
@@ -175,52 +175,34 @@ class DiskTier(ArenaTier):
     def room(self, nbytes: int) -> int:
         return room(nbytes)
 
-    @property
-    def usable(self) -> int:
-        return usable(self.max_bytes)
-
     # -- threads ----------------------------------------------------------------------------------------
 
     @property
     def _is_stuck(self) -> bool:
         return self._stuck is not None and not self._stuck.done()
 
-    def _runs(self, group: int, keys: Sequence[bytes]) -> Iterator[list[tuple[Placed | None, Buffer]]]:
-        """Yield blocks to read together, None for an absent one, each with memory to read it into."""
-        run, nbytes = list[tuple[Placed | None, Buffer]](), 0
-        for key in keys:
-            placed = self._blocks.get((group, key))
-            size = 0 if placed is None else placed.nbytes
-            if run and nbytes + size > RUN_BYTES:
-                yield run
-                run, nbytes = [], 0
-            nbytes += size
-            run.append((placed, np.empty(size, np.uint8)))
-        if run:
-            yield run
+    def _read_run(self, names: Sequence[BlockName]) -> list[Found]:
+        return [self._read(self._blocks.get(name)) for name in names]
 
-    def _read_run(self, run: Sequence[tuple[Placed | None, Buffer]]) -> list[Found]:
-        return [self._read(placed, memory) for placed, memory in run]
-
-    def _read(self, placed: Placed | None, memory: Buffer) -> Found:
+    def _read(self, placed: Placed | None) -> Found:
         if placed is None:
             return None
         try:
-            self._read_body(placed, memory)
+            body = self._read_body(placed)
         except OSError as error:
             self._complain(f"a block cannot be read: {error.strerror}")
             return DISK
-        if placed.digest is None or _digest(memory) == placed.digest:
-            return memory
+        if placed.digest is None or _digest(body) == placed.digest:
+            return body
         if not placed.is_dropped:
             self._complain("a block is not what was written")
         return None
 
-    def _read_body(self, placed: Placed, memory: Buffer) -> None:
-        """Read a block's body into `memory`. Raises OSError."""
-        at = 0
+    def _read_body(self, placed: Placed) -> Buffer:
+        body, at = np.empty(placed.nbytes, np.uint8), 0
         for start, size in _body(placed):
-            at += os.preadv(self._fd, [memory[at : at + size].data], start)
+            at += os.preadv(self._fd, [body[at : at + size].data], start)
+        return body
 
     def _write(self, name: BlockName, placed: Placed, buf: Buffer) -> str | None:
         if len(placed.extents) > MOST_EXTENTS or len(name[1]) > MOST_KEY:
@@ -251,10 +233,8 @@ class DiskTier(ArenaTier):
             self._complain(f"a dropped block cannot be erased: {error.strerror}")
 
     def _shorten(self, name: BlockName, placed: Placed) -> None:
-        body = np.empty(placed.nbytes, np.uint8)
         try:
-            self._read_body(placed, body)
-            placed.digest = _digest(body)
+            placed.digest = _digest(self._read_body(placed))
             write_all(self._fd, memoryview(_header(name, placed)), placed.extents[0].start)
         except OSError as error:
             self._complain(f"a block that was cut cannot be written down: {error.strerror}")
@@ -274,10 +254,6 @@ class DiskTier(ArenaTier):
                 erase(self._fd, *gap)
         found.free(gaps)
         return found
-
-    def _take(self, nbytes: int) -> tuple[Extent, ...] | None:
-        """Take extents within the budget, because a file from an earlier, larger budget has more room."""
-        return None if self._arena.used + nbytes > self.max_bytes // PAGE * PAGE else super()._take(nbytes)
 
     def _leave(self) -> None:
         """Remove the file's name after `cleared`. Raises OSError."""
@@ -357,21 +333,21 @@ def _scanned(fd: int) -> Iterator[tuple[BlockName, Placed]]:
 def _header(name: BlockName, placed: Placed) -> bytes:
     group, key = name
     count, facts = len(placed.extents), (placed.sequence, placed.nbytes, placed.digest)
-    head = _FIELDS.pack(MAGIC, VERSION, len(key), group, count, *facts, key)
-    head = (head + b"".join(_EXTENT.pack(*extent) for extent in placed.extents)).ljust(_INNER_AT, b"\0")
-    head = (head + _INNER.pack(*placed.inner, *bytes(MOST_INNER - len(placed.inner)))).ljust(_END, b"\0")
-    return head + _DIGEST.pack(xxhash.xxh3_64_intdigest(head))
+    extents = [*chain.from_iterable(placed.extents), *bytes(2 * (MOST_EXTENTS - count))]
+    inner = [*placed.inner, *bytes(MOST_INNER - len(placed.inner))]
+    head = _FIELDS.pack(MAGIC, VERSION, len(key), group, count, *facts, key, *extents, *inner)
+    return head + xxhash.xxh3_64_intdigest(head).to_bytes(8, "little")
 
 
 def _parsed(head: bytes, at: int) -> tuple[BlockName, Placed] | None:
     if len(head) < HEADER or not head.startswith(MAGIC):
         return None
-    _, version, length, group, count, sequence, nbytes, digest, key = _FIELDS.unpack_from(head)
-    if version != VERSION or _DIGEST.unpack_from(head, _END)[0] != xxhash.xxh3_64_intdigest(head[:_END]):
+    _, version, length, group, count, sequence, nbytes, digest, key, *numbers = _FIELDS.unpack_from(head)
+    checksum = xxhash.xxh3_64_intdigest(head[: _FIELDS.size])
+    if version != VERSION or int.from_bytes(head[_FIELDS.size :], "little") != checksum:
         return None
-    starts = [_FIELDS.size + n * _EXTENT.size for n in range(count)]
-    extents = tuple(Extent(*_EXTENT.unpack_from(head, start)) for start in starts)
-    inner = tuple(end for end in _INNER.unpack_from(head, _INNER_AT) if end)
+    extents = tuple(map(Extent, numbers[: 2 * count : 2], numbers[1 : 2 * count : 2]))
+    inner = tuple(end for end in numbers[2 * MOST_EXTENTS :] if end)
     placed = Placed(extents, nbytes, digest, sequence, inner=inner)
     return ((group, key[:length]), placed) if extents[0].start == at else None
 

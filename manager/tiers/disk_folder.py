@@ -1,13 +1,4 @@
-"""Folder of a server's compressed blocks.
-
-    PATH/lock                    locked by the server that uses the folder; has ids of the process and its parent
-    PATH/NAME/                   namespace: all of one model and configuration; see `Namespace`
-    PATH/NAME/sessions.sqlite    the journal of sessions; see `manthan.manager.tiers.journal`
-    PATH/NAME/rank-N-of-M/       blocks of rank N, from 0, of M ranks; see `manthan.manager.tiers.disk`. Ranks with the
-                                 same shard count as one.
-
-The first data-parallel replica uses PATH. Replica N has a folder PATH/replica-N with the same contents.
-"""
+"""Folder of a server's compressed blocks, whose files docs/disk.md lists. `lock` has ids of process and parent."""
 
 import errno
 import fcntl

@@ -34,7 +34,7 @@ CREATE TABLE IF NOT EXISTS sessions (
     saved BLOB NOT NULL   -- JSON: blocks and resume points
 ) WITHOUT ROWID"""
 ID = "id"  # field of sealed facts with the session's id, because the row's id is then a digest
-ABOUT = ("journal",)  # first part of the name to which sealed rows are bound; see `Sealer.seal`
+ABOUT = "journal"  # first part of the name to which sealed rows are bound; see `Sealer.seal`
 FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)  # of SQLite and the disk; the last is of a damaged schema
 UNREADABLE = (msgspec.MsgspecError, KeyError, AttributeError, SealError)
 
@@ -114,25 +114,21 @@ class Journal:
     def sessions(self) -> Iterator[JournalSession]:
         """Yield all sessions in the journal. Remove those that cannot be read."""
         bad = []
-        for row_id, facts, saved in self._rows():
-            try:
-                found = msgspec.json.decode(self._opened(facts, row_id, "facts"), type=dict[str, Any])
-                session_id = row_id if self._sealer is None else found.pop(ID)
-                blocks = msgspec.json.decode(self._opened(saved, row_id, "saved"), type=SavedBlocks)
-                yield JournalSession(session_id, found, blocks)
-            except UNREADABLE:
-                bad.append((row_id,))
+        try:
+            for row_id, facts, saved in self._db.execute("SELECT id, facts, saved FROM sessions"):
+                try:
+                    found = msgspec.json.decode(self._opened(facts, row_id, "facts"), type=dict[str, Any])
+                    session_id = row_id if self._sealer is None else found.pop(ID)
+                    blocks = msgspec.json.decode(self._opened(saved, row_id, "saved"), type=SavedBlocks)
+                    yield JournalSession(session_id, found, blocks)
+                except UNREADABLE:
+                    bad.append((row_id,))
+        except FAULTS as error:  # no row behind a damaged one is read
+            logger.warning("Manthan: %s: sessions cannot be read: %s", self.path, error)
         if bad:
             logger.warning("Manthan: %s: %d sessions cannot be read, and are forgotten.", self.path, len(bad))
             with suppress(sqlite3.Error), self._db:
                 self._db.executemany("DELETE FROM sessions WHERE id = ?", bad)
-
-    def _rows(self) -> Iterator[tuple[Any, ...]]:
-        """Yield rows up to the first that SQLite cannot read."""
-        try:
-            yield from self._db.execute("SELECT id, facts, saved FROM sessions")
-        except FAULTS as error:
-            logger.warning("Manthan: %s: sessions cannot be read: %s", self.path, error)
 
     def tell(self, sessions: Iterable[JournalSession]) -> None:
         """Have the thread write the sessions."""
@@ -186,11 +182,11 @@ class Journal:
 
     def _sealed(self, value: object, row_id: str, part: str) -> bytes:
         data = msgspec.json.encode(value)
-        return data if self._sealer is None else self._sealer.seal(data, "", *ABOUT, row_id, part)
+        return data if self._sealer is None else self._sealer.seal(data, "", ABOUT, row_id, part)
 
     def _opened(self, value: bytes, row_id: str, part: str) -> bytes:
         """Return the unsealed value. Raises UNREADABLE."""
-        return value if self._sealer is None else self._sealer.open(value, "", *ABOUT, row_id, part)
+        return value if self._sealer is None else self._sealer.open(value, "", ABOUT, row_id, part)
 
     def _write(self, news: Iterable[JournalSession], is_cleared: bool) -> None:
         """Write all of the sessions or none. Raises sqlite3.Error."""

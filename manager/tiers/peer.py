@@ -39,7 +39,7 @@ class PeerTier(Tier):
         try:
             with socket.socket(socket.AF_UNIX) as link:
                 link.settimeout(self._timeout_s)
-                link.connect(_address(self._name))
+                link.connect(f"\0{self._name}")
                 _check(link)
                 link.sendall(json.dumps([group, tenant, [key.hex() for key in keys]]).encode() + b"\n")
                 with link.makefile("rb") as answers:
@@ -87,7 +87,7 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     def __init__(
         self, name: str, read: Callable[[int, Sequence[bytes], str], Iterator[Found]], cpus: Collection[int] = ()
     ) -> None:
-        super().__init__(_address(name), _Request)
+        super().__init__(f"\0{name}", _Request)
         self.read = read
         self._thread = threading.Thread(target=self._serve, args=(cpus,), name="manthan-peer", daemon=True)
         self._thread.start()
@@ -119,10 +119,6 @@ class _Request(socketserver.StreamRequestHandler):
             self.wfile.write(json.dumps(found if buf is None else buf.nbytes).encode() + b"\n")
             if buf is not None:
                 self.wfile.write(buf.data)
-
-
-def _address(name: str) -> str:
-    return f"\0{name}"
 
 
 def _check(link: socket.socket) -> None:

@@ -1,10 +1,7 @@
-"""Names of Manthan's data in Redis. docs/redis.md shows the data with redis-cli.
+"""Names of Manthan's data in Redis, as docs/redis.md shows them, and times to live.
 
-    manthan:{NAME}:session:ID            hash: a session, for people
-    manthan:NAME:block:HASH:GROUP:SHARD  string: one rank's compressed block, see manthan.codec.wire
-
-HASH is vLLM's block hash, GROUP the KV cache group. SHARD, such as 0-of-2, is the part of the block. With
-`volatile-ttl` the server evicts the shortest time to live first. Times to live fall along a session, so tails go first.
+With `volatile-ttl` the server evicts the shortest time to live first. Times to live fall along a session, so tails go
+first.
 """
 
 import hashlib

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -67,14 +68,6 @@ class SessionRecord(NamedTuple):
     blocks: Sequence[tuple[int, bytes, int]] = ()
 
 
-class _Lookup(NamedTuple):
-    request_id: str
-    session_id: str
-    group: int
-    hashes: Sequence[bytes]
-    needed: Needed | None
-
-
 class RedisSessions:
     """This engine's sessions in Redis. No call waits.
 
@@ -103,7 +96,7 @@ class RedisSessions:
         self._base = self._namespace = namespace
         self._facts, self._answered, self._sealer = facts, answered, sealer
         self._wake = threading.Condition()
-        self._lookups: list[_Lookup] = []
+        self._lookups: dict[str, Callable[[Namespace], LookupResult]] = {}
         self._answers: dict[str, LookupResult] = {}
         self._records: dict[str, SessionRecord] = {}
         self._deletes: dict[BlockName, None] = {}
@@ -126,7 +119,7 @@ class RedisSessions:
         if not self._circuit.is_up:
             return False
         with self._wake:
-            self._lookups.append(_Lookup(request_id, session_id, group, tuple(hashes), needed))
+            self._lookups[request_id] = partial(self._look_up, session_id, group, tuple(hashes), needed)
             self._wake.notify()
         return True
 
@@ -148,9 +141,8 @@ class RedisSessions:
         """Begin a new namespace, because KV may be of different weights from now on. Return its name."""
         with self._wake:
             self._namespace = Namespace(self._base.prefix, f"{self._base.name}-{secrets.token_hex(4)}")
-            self._answers |= {lookup.request_id: LookupResult() for lookup in self._lookups}
-            self._answers = dict.fromkeys(self._answers, LookupResult())
-            self._lookups, self._records, self._deletes, self._renewed = [], {}, {}, {}
+            self._answers = dict.fromkeys([*self._answers, *self._lookups], LookupResult())
+            self._lookups, self._records, self._deletes, self._renewed = {}, {}, {}, {}
             return self._namespace.name
 
     def take(self) -> dict[str, LookupResult]:
@@ -189,12 +181,12 @@ class RedisSessions:
         while not (self._closing and not (self._is_behind and self._circuit.is_up)):
             with self._wake:
                 self._wake.wait_for(self._is_due, None if self._circuit.is_up else max(0.01, self._circuit.wait_s))
-                lookups, self._lookups = self._lookups, []
+                lookups, self._lookups = self._lookups, {}
                 namespace = self._namespace
-            for lookup in lookups:
-                found = self._look_up(namespace, lookup)
+            for request_id, look_up in lookups.items():
+                found = look_up(namespace)
                 with self._wake:
-                    self._answers[lookup.request_id] = found if namespace is self._namespace else LookupResult()
+                    self._answers[request_id] = found if namespace is self._namespace else LookupResult()
             if lookups:
                 self._answered()
             self._try(namespace)
@@ -209,34 +201,34 @@ class RedisSessions:
     def _is_due(self) -> bool:
         return bool(self._lookups or self._closing or (self._is_behind and not self._circuit.wait_s))
 
-    def _look_up(self, namespace: Namespace, lookup: _Lookup) -> LookupResult:
+    def _look_up(
+        self, session_id: str, group: int, hashes: Sequence[bytes], needed: Needed | None, namespace: Namespace
+    ) -> LookupResult:
         try:
-            sizes, sampled = self._found(namespace, lookup)
-            point = self._point(namespace, len(sizes), lookup.needed) if lookup.needed is not None else None
-            return LookupResult(sizes, point, sampled)
+            [sampled] = self._ask([("HGET", self._name(namespace, session_id), "hashes")])
+            sizes = self._found(namespace, group, hashes)
+            point = self._point(namespace, len(sizes), needed) if needed is not None else None
+            return LookupResult(sizes, point, (sampled or b"").decode())
         except TierError:
             pass
         except Exception:  # the request waits for an answer, and the thread must go on
             logger.exception("Manthan: a lookup in Redis failed")
         return LookupResult()
 
-    def _found(self, namespace: Namespace, lookup: _Lookup) -> tuple[list[int], str]:
-        """Return the bytes, of all shards, of each block up to the first absent one, and the session's sample.
+    def _found(self, namespace: Namespace, group: int, hashes: Sequence[bytes]) -> list[int]:
+        """Return the bytes, of all shards, of each block up to the first absent one.
 
         A block that is absent in this engine's number of shards is searched for in the other numbers.
         """
-        [sampled] = self._ask([("HGET", self._name(namespace, lookup.session_id), "hashes")])
         sizes = list[int]()
         for _ in range(SWITCHES):
-            for count in self._counts:
-                found = self._stored(namespace, lookup.group, lookup.hashes[len(sizes) :], count)
-                if found:
-                    self._renews.add(count)
-                    sizes += found
-                    break
-            else:
+            stored = ((count, self._stored(namespace, group, hashes[len(sizes) :], count)) for count in self._counts)
+            count, found = next((each for each in stored if each[1]), (0, []))
+            if not found:
                 break
-        return sizes, (sampled or b"").decode()
+            self._renews.add(count)
+            sizes += found
+        return sizes
 
     def _stored(self, namespace: Namespace, group: int, hashes: Sequence[bytes], count: int) -> list[int]:
         """Return the bytes of each block up to the first that is not stored in `count` shards.

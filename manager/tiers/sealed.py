@@ -1,10 +1,7 @@
-"""Encryption of compressed blocks and journals in storage ("sealing"), with AES-256-GCM.
+"""Encryption of compressed blocks and journals in storage ("sealing"), with AES-256-GCM; see docs/security.md.
 
-Without the key nobody can open sealed values or forge them. The key file has a key on each line, 32 random bytes in
-base64. The first key seals. The others are old keys, with which values are still opened. Tenants' keys are derived
-from these.
-
-A sealed value is, little-endian:
+The key file has a key on each line, 32 random bytes in base64. The first key seals. The others are old keys, with which
+values are still opened. Tenants' keys are derived from these. A sealed value is, little-endian:
 
     magic "MNS" · version u8 · mark of the key, 8 bytes · salt, 16 bytes · nonce, 12 bytes · ciphertext, with tag
 
@@ -130,16 +127,14 @@ class SealedTier(Tier):
         return self.inner.put_all(group, {key: np.frombuffer(buf, np.uint8) for key, buf in sealed.items()}, tenant)
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
-        values = self.inner.read(group, keys, tenant)
-        return (self._open(group, key, value, tenant) for key, value in zip(keys, values, strict=True))
-
-    def _open(self, group: int, key: bytes, value: Found, tenant: str) -> Found:
-        if value is None or isinstance(value, str):
-            return value
-        try:
-            return np.frombuffer(self._sealer.open(value, tenant, "block", str(self._shard), group, key), np.uint8)
-        except SealError as error:
-            return error.cause
+        for key, value in zip(keys, self.inner.read(group, keys, tenant), strict=True):
+            if isinstance(value, np.ndarray):
+                try:
+                    opened = self._sealer.open(value, tenant, "block", str(self._shard), group, key)
+                    value = np.frombuffer(opened, np.uint8)
+                except SealError as error:
+                    value = error.cause
+            yield value
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         return self.inner.absent(group, keys)

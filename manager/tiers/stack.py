@@ -1,13 +1,9 @@
 """Two tiers as one: a fast tier with some blocks in front of a tier with all blocks."""
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import compress
 
 import numpy as np
 
-from manthan.manager.pool import BlockName
 from manthan.manager.tiers.arena_tier import ArenaTier
 from manthan.manager.tiers.tier import Buffer, Found, Tier
 
@@ -22,9 +18,6 @@ class StackedTier(Tier):
 
     def __init__(self, front: ArenaTier, behind: Tier) -> None:
         self.front, self.behind, self.can_trim = front, behind, behind.can_trim
-        self._lock = threading.Lock()  # held to read or change `_order`, but never during I/O
-        self._order: OrderedDict[BlockName, None] = OrderedDict.fromkeys(front.names())
-        """Blocks of the front tier, least recently used first. It may have dropped some meanwhile."""
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         refused = self.behind.put_all(group, blocks, tenant)
@@ -33,24 +26,16 @@ class StackedTier(Tier):
         return refused
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
-        with self._lock:
-            near = [(group, key) in self._order for key in keys]
-        self._touch(group, keys)
-        here = self._in_front(group, list(compress(keys, near)), tenant)
-        far = self.behind.read(group, list(compress(keys, [not one for one in near])), tenant)
-        for key, is_near in zip(keys, near, strict=True):
-            buf = next(here if is_near else far)
-            if not is_near and isinstance(buf, np.ndarray):
+        absent = set(self.front.absent(group, keys))
+        self.front.touch(group, keys)
+        here = self._in_front(group, [key for key in keys if key not in absent], tenant)
+        far = self.behind.read(group, [key for key in keys if key in absent], tenant)
+        for key in keys:
+            buf = next(far if key in absent else here)
+            if key in absent and isinstance(buf, np.ndarray):
                 self._keep(group, {key: buf}, tenant)
             yield buf
-        self._touch(group, keys)
-
-    def _touch(self, group: int, keys: Sequence[bytes]) -> None:
-        """Mark blocks as used now. Of blocks read together, the last ones make room first."""
-        with self._lock:
-            for key in reversed(keys):
-                if (group, key) in self._order:
-                    self._order.move_to_end((group, key))
+        self.front.touch(group, keys)
 
     def _in_front(self, group: int, keys: Sequence[bytes], tenant: str) -> Iterator[Found]:
         """Yield blocks from the front tier; from behind if they were dropped there meanwhile, or cannot be read."""
@@ -62,9 +47,6 @@ class StackedTier(Tier):
 
     def drop(self, group: int, keys: Iterable[bytes]) -> None:
         keys = list(keys)
-        with self._lock:
-            for key in keys:
-                self._order.pop((group, key), None)
         self.front.drop(group, keys)
         self.behind.drop(group, keys)
 
@@ -89,19 +71,5 @@ class StackedTier(Tier):
         """Put those blocks into the front tier that fit."""
         for key, buf in blocks.items():
             self.front.drop(group, [key])
-            need = self.front.room(buf.nbytes)
-            is_kept = self._make_room(need) and not self.front.put_all(group, {key: buf}, tenant)
-            with self._lock:
-                self._order.pop((group, key), None)
-                if is_kept:
-                    self._order[group, key] = None
-
-    def _make_room(self, need: int) -> bool:
-        """Drop blocks until `need` bytes are free in the front tier. Return False if they cannot be."""
-        while need <= self.front.usable and self.front.used + need > self.front.usable:
-            with self._lock:
-                if not self._order:
-                    return False
-                (group, key), _ = self._order.popitem(last=False)
-            self.front.drop(group, [key])
-        return need <= self.front.usable
+            if self.front.make_room(self.front.room(buf.nbytes)):
+                self.front.put_all(group, {key: buf}, tenant)

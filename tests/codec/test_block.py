@@ -326,7 +326,7 @@ def in_scale(profile, scale):
 def test_the_guard_tells_codecs_apart_by_a_bias_of_latents(codec, bias, faithful):
     turned, latents = numbers(LATENTS, bias=bias, blocks=8)
     at = [slice(n * 16, n * 16 + 16) for n in range(8)]
-    samples = [Sample(turned[:, :, some], latents[:, :, some], some.start) for some in at]
+    samples = [Sample((turned[:, :, some], latents[:, :, some]), some.start) for some in at]
     assert measure(BlockFormat(codec, LATENTS, PRINT), samples, None).is_faithful == faithful
 
 

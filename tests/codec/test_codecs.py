@@ -86,9 +86,8 @@ def test_numbers_that_are_not_finite_are_refused(name, kind, bad):
     codec, x, section, positions = sample(name, kind)
     of_keys = x.reshape(-1, *section.shape[-4:])[0]
     of_keys[1, 0, 5, 3] = of_keys[2, 1, 15, 31] = bad
-    with pytest.raises(NonFiniteError, match="vector 37 holds a NaN") as refused:
+    with pytest.raises(NonFiniteError, match="vector 37 holds a NaN"):
         parts(codec, x, section, positions)
-    assert refused.value.index == 37
 
 
 @each_codec

@@ -35,11 +35,11 @@ def kv(pairs=(), bias=40.0, blocks=4, layers=range(4), seed=0, shape=SHAPE):
     keys = ROPE.turn(keys, np.arange(numbers[2]))
     keys, values = to_bf16(keys), to_bf16(values)
     at = [slice(first, first + shape.tokens) for first in range(0, numbers[2], shape.tokens)]
-    return [Sample(keys[:, :, some], values[:, :, some], some.start) for some in at]
+    return [Sample((keys[:, :, some], values[:, :, some]), some.start) for some in at]
 
 
 def of(codec, samples, rope=ROPE):
-    shape = replace(SHAPE, tokens=samples[0].keys.shape[2])
+    shape = replace(SHAPE, tokens=samples[0].arrays[0].shape[2])
     return measure(BlockFormat(codec, shape, bytes(16), facts=ModelFacts(ROPE)), samples, rope)
 
 
@@ -84,9 +84,9 @@ def test_one_bad_layer_of_many_is_enough():
 def test_bad_values_count_too():
     samples = kv()
     for sample in samples:
-        values = as_floats(sample.values)
+        values = as_floats(sample.arrays[1])
         values[..., 5] += 100
-        sample.values[:] = to_bf16(values)
+        sample.arrays[1][:] = to_bf16(values)
     found = of("k3v3", samples)
     assert found.logit_noise.mean() < LOGIT_NOISE
     assert found.value_noise.max() > VALUE_NOISE
@@ -111,4 +111,4 @@ def test_tokens_that_are_kept_exact_are_not_looked_at():
 def test_nothing_can_be_said_of_tokens_that_are_all_alike():
     [sample] = kv(blocks=1)
     with pytest.raises(NothingToMeasureError, match="only 1 differ from each other"):
-        of("k3v3", [Sample(sample.keys * 0, sample.values * 0, 0)])
+        of("k3v3", [Sample((sample.arrays[0] * 0, sample.arrays[1] * 0), 0)])

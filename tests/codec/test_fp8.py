@@ -130,4 +130,4 @@ def test_a_block_that_the_codec_refuses_or_makes_larger_is_kept_as_it_is(
 def test_the_guard_sees_numbers_and_not_bytes() -> None:
     shape = BlockShape(2, 2, 32, 64, Dtype.FLOAT8_E4M3)
     keys, values = block(shape)
-    assert measure(BlockFormat("wht-5x", shape, PRINT), [Sample(keys, values, 64)], None).is_faithful
+    assert measure(BlockFormat("wht-5x", shape, PRINT), [Sample((keys, values), 64)], None).is_faithful

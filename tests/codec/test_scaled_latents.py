@@ -101,9 +101,9 @@ def test_the_guard_measures_what_attention_sees() -> None:
     assert np.array_equal(seen[:, 0], as_floats(as_numbers(turned.copy(), Dtype.BFLOAT16)))
     assert np.array_equal(latents.swapaxes(1, 2).reshape(x.shape), numbers_of(*arrays))
     shape = BlockShape(LAYERS, 1, TOKENS, 64, Dtype.BFLOAT16, 512)
-    plain = [as_numbers(part.copy(), Dtype.BFLOAT16) for part in (seen, latents)]
-    found = measure(form, [Sample(*arrays, 0)], None)
-    of_bf16 = measure(BlockFormat("wht-5x", shape, b"f" * 16), [Sample(*plain, 0)], None)
+    plain = tuple(as_numbers(part.copy(), Dtype.BFLOAT16) for part in (seen, latents))
+    found = measure(form, [Sample(arrays, 0)], None)
+    of_bf16 = measure(BlockFormat("wht-5x", shape, b"f" * 16), [Sample(plain, 0)], None)
     assert found.is_faithful
     assert (0.2 * of_bf16.logit_noise < found.logit_noise).all()
     assert (found.logit_noise < of_bf16.logit_noise).all()

@@ -408,12 +408,10 @@ def _holes(arena: Arena) -> Findings:
     yield whole, f"a hole does not begin or end at a multiple of {GRANULE}"
     free = sum(size for _, size in holes)
     yield free == arena.available, f"{arena.available} bytes count as free, but the holes differ"
-    by_size = sorted((start, size) for size, starts in arena._starts.items() for start in starts)
+    by_size = sorted((start, size) for size, start in arena._holes)
     by_end = sorted((start, end - start) for end, start in arena._start_before.items())
-    same = by_size == by_end == holes and arena._sizes == sorted(arena._starts)
-    yield same, "the holes by size, by start and by end are not the same"
-    in_order = all(starts and starts == sorted(starts) for starts in arena._starts.values())
-    yield in_order, "the holes of one size are not in order"
+    yield by_size == by_end == holes, "the holes by size, by start and by end are not the same"
+    yield arena._holes == sorted(arena._holes), "the holes are not in order"
 
 
 def _placed(store: ArenaTier) -> Findings:

@@ -1,7 +1,6 @@
 """Where a configuration comes from, and what is said about one that cannot be used."""
 
 from collections.abc import Callable
-from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from logged import warnings
 
 from manthan.manager.config.model import FIELDS, TiersConfig
 from manthan.manager.config.registered import check_registered
-from manthan.manager.config.removed import REMOVED, RENAMED
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, ManthanConfig, resolve_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -44,7 +42,6 @@ def refusal(path: Path | None = None, env: dict[str, str] | None = None, flags: 
 
 def test_there_are_few_keys() -> None:
     assert len(FIELDS) <= 29
-    assert not {*FIELDS} & {*REMOVED, *RENAMED}
 
 
 def test_each_source_goes_over_the_ones_below_it(write: WriteYaml) -> None:
@@ -201,11 +198,6 @@ def test_a_key_near_nothing_is_answered_with_what_there_is() -> None:
             for kind in ("host", "device")
         ),
         (
-            {"tiers": {"kind": "tiered", "host_bytes": "1GiB"}},
-            "argument: tiers.kind is tiered, which is no more: name the last tier, disk or redis, and the bytes of "
-            "those in front of it, tiers.host_bytes and tiers.disk_bytes",
-        ),
-        (
             {"--manthan-cold-store": "disk"},
             "--manthan-cold-store: tiers.kind is disk, but tiers.disk.path (--manthan-disk-path) is empty: name the "
             "folder that the blocks are to be kept in",
@@ -263,45 +255,12 @@ def test_of_unknown_variables_there_is_one_warning_each() -> None:
     ]
 
 
-def test_a_key_that_is_no_more_is_said_once_and_left_out(write: WriteYaml, caplog: pytest.LogCaptureFixture) -> None:
-    path = write("{codec: {calibrate: true, sink_tokens: 8}, hot_pool: {low_watermark: 0.2}}")
-    for _ in range(2):
-        assert load(path, {"MANTHAN_CODEC__CALIBRATE": "false"}).codec.sink_tokens == 8
-    said = [
-        f"Manthan: {source}: {key} has no effect any more: {REMOVED[key]}"
-        for source, key in (
-            (str(path), "codec.calibrate"),
-            (str(path), "hot_pool"),
-            ("MANTHAN_CODEC__CALIBRATE", "codec.calibrate"),
-        )
-    ]
-    assert sorted(caplog.messages) == sorted(said)
-
-
 @pytest.mark.parametrize(("after_s", "is_long"), [(2, False), (30, False), (31, True)])
 def test_a_time_that_leaves_sessions_unsaved_for_long_is_said(
     after_s: float, is_long: bool, write: WriteYaml, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert load(write(f"{{idle: {after_s}}}")).idle.after_s == after_s
     assert [f"idle.after_s is {after_s}:" in message for message in caplog.messages] == [True] * is_long
-
-
-@pytest.mark.parametrize("old", RENAMED)
-def test_a_value_under_a_key_s_old_name_counts_and_the_log_says_the_new_one(old: str, write: WriteYaml) -> None:
-    new, name = RENAMED[old], f"MANTHAN_{old.replace('.', '__').upper()}"
-    values = {"tiers.kind": "disk", "codec.backend": "cuda", "tiers.redis.url": "redis://x", "tenants.isolate": "false"}
-    value = (values | {"tenants.shares": '{"acme": 1}'}).get(new, "1")
-    flags: dict[str, object] = {"--manthan-cold-store": "redis", "--manthan-disk-path": "/x"}
-    flags = {flag: given for flag, given in flags.items() if FLAG_KEYS[flag] != new}
-    file = write(yaml.safe_dump(reduce(lambda inner, key: {key: inner}, reversed(old.split(".")), value)))
-    ways = (file, {}, {}, file), (None, {name: value}, {}, name), (None, {}, {old: value}, "argument")
-    for path, env, keywords, source in ways:
-        with warnings() as messages:
-            assert load(path, env, **flags, **keywords) == load(**flags, **{new: value}) != load(**flags)
-        assert messages == [f"Manthan: {source}: {old} is {new} now"]
-        both = refusal(path, env, {**flags, **keywords, new: value})
-        assert both.endswith(f"argument: {old} is {new} now, and both are set: leave out {old}")
-        assert load(path, env, **flags, **{flag: value for flag in FLAG_KEYS if FLAG_KEYS[flag] == new}, **keywords)
 
 
 def test_an_empty_file_and_empty_groups_are_the_defaults(write: WriteYaml) -> None:
@@ -312,8 +271,7 @@ def test_shorthands(write: WriteYaml) -> None:
     config = load(write("{policy: mru, idle: 7, codec: zip, tiers: {kind: disk, disk: /x}, sealing: /k}"))
     assert (config.policy.name, config.idle.after_s, config.codec.name) == ("mru", 7, "zip")
     assert (config.tiers.disk.path, config.sealing.key_file) == ("/x", "/k")
-    given = {"policy": "mru", "idle": 7, "codec": "zip", "tiers": {"kind": "disk", "disk": "/x"}, "sealing": "/k"}
-    assert config == ManthanConfig.model_validate(given)
+    assert config == load(policy="mru", idle=7, codec="zip", tiers={"kind": "disk", "disk": "/x"}, sealing="/k")
     assert load(write("tiers: redis")) == load(env={"MANTHAN_TIERS": "redis"})
     assert load(write("tiers: {max_bytes: 5}"), {"MANTHAN_TIERS": "redis"}).tiers.max_bytes == 5
 

@@ -95,7 +95,7 @@ def test_the_file_stays_within_the_budget_while_blocks_of_many_sizes_come_and_go
     assert any(len(placed.extents) > 1 for placed in tier._blocks.values())
     assert tier.used >= 0.9 * tier.usable
     tier = again(tier)
-    assert {key for _, key in tier.names()} == set(there)
+    assert {key for _, key in tier._blocks} == set(there)
     assert all(np.array_equal(get(tier, key), numbers(*made)) for key, made in there.items())
     check_store(tier)
     tier.close()
@@ -104,7 +104,7 @@ def test_the_file_stays_within_the_budget_while_blocks_of_many_sizes_come_and_go
 def test_a_smaller_budget_finds_all_and_takes_nothing_until_some_is_dropped(tier: DiskTier) -> None:
     tier.put_all(0, {key: numbers(n, 60_000) for n, key in enumerate(KEYS)})
     tier = again(tier, 2 * MIB)
-    assert len(tier.names()) == 50
+    assert len(tier._blocks) == 50
     tier.drop(0, KEYS[45:])  # still more than the budget
     assert tier.put_all(0, {b"x" * 32: numbers(0)}) == {b"x" * 32: STORE_FULL}
     tier.drop(0, KEYS[10:])
@@ -131,7 +131,7 @@ def test_what_is_dropped_is_gone_from_the_file(
     until(lambda: not any(mark in data for data in [raw(tier.folder)] for mark in marks))
     assert (on_disk(tier.folder) < before) is has_holes
     assert all(np.array_equal(get(tier, key), numbers(n)) for n, key in enumerate(KEYS[25:], 25))
-    assert set(again(tier).names()) == {(0, key) for key in KEYS[25:]}
+    assert set(again(tier)._blocks) == {(0, key) for key in KEYS[25:]}
 
 
 def test_what_was_dropped_before_a_kill_is_found_or_erased_and_not_half_there(folder: Path) -> None:
@@ -146,7 +146,7 @@ def test_what_was_dropped_before_a_kill_is_found_or_erased_and_not_half_there(fo
     killed(folder, drop)
     assert numbers(3, 9000)[:30].tobytes() in raw(folder)
     tier = DiskTier(folder, 4 * MIB)
-    assert set(tier.names()) == {(0, key) for n, key in enumerate(KEYS) if n != 3}
+    assert set(tier._blocks) == {(0, key) for n, key in enumerate(KEYS) if n != 3}
     assert numbers(3, 9000)[:30].tobytes() not in raw(folder)
     tier.drop(0, KEYS[:5])  # as the manager does with what no session needs
     tier.close()
@@ -203,7 +203,7 @@ def test_a_process_that_is_killed_after_a_reset_leaves_nothing_of_what_came_sinc
 
     killed(folder, reset)
     tier = DiskTier(folder, 4 * MIB)
-    assert tier.names() == []
+    assert list(tier._blocks) == []
     tier.cleared("")
     tier.close()
     assert [path.name for path in folder.iterdir()] == ["lock"]
@@ -239,7 +239,7 @@ def test_of_records_that_overlap_the_newer_one_holds(folder: Path, newer: int) -
             file.seek(placed.extents[0].start)
             file.write(disk._header((0, key), placed))
     tier = DiskTier(folder, 4 * MIB)
-    assert tier.names() == [(0, KEYS[newer])]
+    assert list(tier._blocks) == [(0, KEYS[newer])]
     check_store(tier)
     tier.close()
 
@@ -282,7 +282,7 @@ def test_a_disk_that_fails(tier: DiskTier, monkeypatch: pytest.MonkeyPatch, faul
     assert np.array_equal(get(tier, KEYS[0]), numbers(0))
     assert tier.put_all(0, {KEYS[2]: numbers(2)}) == {}
     tier = again(tier)
-    assert set(tier.names()) == {(0, KEYS[0]), (0, KEYS[2])}
+    assert set(tier._blocks) == {(0, KEYS[0]), (0, KEYS[2])}
     check_store(tier)
     tier.close()
 

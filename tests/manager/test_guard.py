@@ -119,7 +119,8 @@ def test_other_weights_are_measured_anew() -> None:
 def test_no_codec_is_chosen_that_takes_longer_than_to_compute(compute_s: float, codec: str, first_s: float) -> None:
     world = World()
     found = verdict(9.0)
-    measured = [found.measured[0].timed(first_s), found.measured[1].timed(0.1)]
+    times = zip(found.measured, (first_s, 0.1), strict=True)
+    measured = [replace(each, decode_s=seconds) for each, seconds in times]
     world.used(Verdict(0, measured, compute_s))
     assert world.codecs == [codec]
 
@@ -129,7 +130,8 @@ def test_no_codec_is_chosen_that_takes_longer_than_to_compute(compute_s: float, 
 )
 def test_nor_is_the_configured_one(first_s: float, second_s: float, codec: str) -> None:
     world = World()
-    measured = [each.timed(seconds) for each, seconds in zip(verdict(0.5).measured, (first_s, second_s), strict=True)]
+    times = zip(verdict(0.5).measured, (first_s, second_s), strict=True)
+    measured = [replace(each, decode_s=seconds) for each, seconds in times]
     world.used(Verdict(0, measured, 1.0))
     assert world.codecs == [codec]
     assert world.slow == [codec != "coarse"]

@@ -73,14 +73,14 @@ def test_what_is_dropped_is_dropped_everywhere(tiers: list[RamTier], sharded: Sh
     for part, tier in enumerate(every):
         put(tier, KEYS, part)
     sharded.drop(0, iter(KEYS[:2]))
-    assert [len(tier.names()) for tier in every] == [4] * 5
+    assert [len(tier._blocks) for tier in every] == [4] * 5
     other = sharded.cleared("elsewhere")
-    assert not any(tier.names() for tier in every)
+    assert not any(tier._blocks for tier in every)
     for tier in every[1:]:
         put(tier, KEYS, 9)
     assert read(other) == [None] * 6, "nobody else's are read behind a reset"
     assert put(other, KEYS[:1], 8) is None
-    assert tiers[0].names() == [(0, KEYS[0])]
+    assert list(tiers[0]._blocks) == [(0, KEYS[0])]
 
 
 # -- folders of earlier servers ---------------------------------------------------------------------------

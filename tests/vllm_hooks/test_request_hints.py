@@ -13,7 +13,6 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request
 
 from manthan.manager.config.model import ManthanConfig
-from manthan.manager.config.removed import REMOVED
 from manthan.manager.session.hints import NO_HINTS, HintError, Hints, parse_hints
 from manthan.manager.session.manager import Outcome
 from manthan.vllm_hooks.http import hints
@@ -200,12 +199,10 @@ def by_hand(**manthan: Any) -> argparse.Namespace:
 
 
 def test_a_connector_that_was_written_by_hand_is_read_like_a_file(caplog: pytest.LogCaptureFixture) -> None:
-    flags = by_hand(tenants={"header": HEADER}, sweep_interval_s=1)
+    flags = by_hand(tenants={"header": HEADER}, idle=37)
     for _ in range(2):  # vLLM may read its flags twice
         read_flags(flags)
         assert flags.middleware == ["theirs", MIDDLEWARE]
-    assert [text.partition(":")[2] for text in caplog.messages] == [
-        f" argument: sweep_interval_s has no effect any more: {REMOVED['sweep_interval_s']}"
-    ]
+    assert ["idle.after_s is 37:" in text for text in caplog.messages] == [True]
     with pytest.raises(SystemExit, match=r"^vllm: error: argument: unknown key 'polcy' \(did you mean 'policy'\?\)$"):
         read_flags(by_hand(polcy="lru"))

@@ -10,13 +10,13 @@ from conversation import EXACT, run
 from draft_model import TINY
 from hypothesis import example, given
 from key_files import write_keys
+from loaded import load_config
 from lora_adapter import make_adapter
 from tokenizers import Tokenizer
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm_engine import Table
 
-from manthan.manager.config.resolve import ManthanConfig
 from manthan.vllm_hooks.compat import Core
 from manthan.vllm_hooks.http.salts import MARK, Adapters, Salts, salts_of
 
@@ -66,7 +66,7 @@ def test_a_tenant_that_an_orchestrator_names() -> None:
 
 def salt(keys: str = "", **store: Any) -> Any:
     """Salt that an engine that starts now gives acme."""
-    config = ManthanConfig.model_validate({"tiers": store | {"disk": "/codes"}, "sealing": keys})
+    config = load_config(env={}, flags={"tiers": store | {"disk": "/codes"}, "sealing": keys})
     return salt_of(said("acme"), "own", of=salts_of(config))
 
 

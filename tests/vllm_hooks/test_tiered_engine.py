@@ -38,7 +38,7 @@ def fronts(worker: Any) -> list[tuple[int, int, list[str]]]:
 
     store, found = get_kv_transfer_group().worker.engine.store, []
     while hasattr(store := getattr(store, "own", store), "front"):
-        keys = [key.hex() for _, key in store.front.names()]
+        keys = [key.hex() for _, key in store.front._blocks]
         found.append((store.front.used, store.front.usable, keys))
         store = store.behind
     return found

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from vllm.logger import init_logger
@@ -157,10 +158,7 @@ class RankGuard:
         try:
             if copied is not None:
                 copied.synchronize()
-            blocks = []
-            for numbers, job in samples:
-                keys, values, *raw = numbers()
-                blocks.append(Sample(keys, values, job.first_token, job.exacts(tokens)[0] % tokens, *raw))
+            blocks = [Sample(numbers(), job.first_token, job.exacts(tokens)[0] % tokens) for numbers, job in samples]
             found = [measure(format, blocks, self._rope) for format in self._formats]
         except NothingToMeasureError:
             self._is_busy = False
@@ -181,7 +179,7 @@ class RankGuard:
                 self._was_judged = True
                 middle = [Fidelity.median(of_codec) for of_codec in zip(*self._found, strict=True)]
                 if self._decode_s is not None:
-                    middle = [each.timed(self._decode_s.get(each.codec, 0.0)) for each in middle]
+                    middle = [replace(each, decode_s=self._decode_s.get(each.codec, 0.0)) for each in middle]
                 self._verdicts.append(Verdict(self._rank, middle, self._prompts.seconds))
 
 

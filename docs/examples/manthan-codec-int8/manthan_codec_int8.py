@@ -33,7 +33,7 @@ class Int8Codec(Codec):
         numbers = as_floats(x).reshape(-1, section.head_dim)
         finite = np.isfinite(numbers).all(axis=1)
         if not finite.all():
-            raise NonFiniteError(f"vector {finite.argmin()} holds a NaN or an infinity.", int(finite.argmin()))
+            raise NonFiniteError(f"vector {finite.argmin()} holds a NaN or an infinity.")
         scales = (np.abs(numbers).max(axis=1) / LARGEST).astype(np.float32)
         steps = np.rint(numbers / np.where(scales > 0, scales, 1)[:, None]).astype(np.int8)
         out[: scales.nbytes], out[scales.nbytes :] = scales.view(np.uint8), steps.view(np.uint8).ravel()
