@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
@@ -254,34 +255,29 @@ def tokens_to_load(request: "Request") -> int:
     return 0 if stats is None or request.num_preemptions else stats.num_external_cached_tokens
 
 
-def _under_construction(kind: type) -> Any:
-    """Return the object of class `kind` whose method is innermost on the call stack; None if there is none.
+def under_construction(kind: type[T]) -> T:
+    """Return the object of class `kind` whose method is innermost on the call stack.
 
     vLLM makes connectors inside the constructors of its scheduler and its engine core.
     """
     frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, kind):
-            return owner
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    while not isinstance(owner := frame.f_locals.get("self"), kind):
+        assert frame.f_back is not None, kind
+        frame = frame.f_back
+    return owner
 
 
-def replace_waiting(queue: "ReturnsFirstQueue") -> "Scheduler | None":
-    """Make `queue` the `waiting` of the scheduler under construction, and return the scheduler.
+def replace_waiting(scheduler: "Scheduler", queue: "ReturnsFirstQueue") -> bool:
+    """Make `queue` the scheduler's `waiting`. Return False, and replace nothing, if `waiting` has an unknown class.
 
-    Return None, and replace nothing, if `waiting` has an unknown class. vLLM's second queue, `kv_holding_waiting`, goes
-    before it and stays.
+    vLLM's second queue, `kv_holding_waiting`, goes before it and stays.
     """
     from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
-    from vllm.v1.core.sched.scheduler import Scheduler
 
-    scheduler: Scheduler = _under_construction(Scheduler)
-    if type(scheduler.waiting) not in (FCFSRequestQueue, PriorityRequestQueue):
-        return None
-    scheduler.waiting = queue
-    return scheduler
+    is_known = type(scheduler.waiting) in (FCFSRequestQueue, PriorityRequestQueue)
+    if is_known:
+        scheduler.waiting = queue
+    return is_known
 
 
 class Core:
@@ -300,7 +296,8 @@ class Core:
         """True while a reset waits for transfers to end."""
         self.is_pausing = False
         """True while vLLM resets the prefix cache because the engine is paused."""
-        self._core = core = _under_construction(EngineCore)
+        core: Any = under_construction(EngineCore)
+        self._core = core
         self._inputs: queue.Queue[Any] | None = core.input_queue if isinstance(core, EngineCoreProc) else None
         """Queue on which an idle engine waits; None if the caller steps the engine."""
         self._call = core.model_executor.collective_rpc
@@ -489,71 +486,38 @@ class Core:
         return with_notice
 
 
-def watch_lookups(pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> None:
-    """Have vLLM find only cached blocks that may serve the request. Mark blocks computed behind decoded ones."""
-    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
+class Lookups:
+    """Lookups and new blocks of vLLM's prefix cache. vLLM finds only cached blocks that may serve the request.
 
-    own: Any = pool
-    own.manthan = Watched(pool, marks, half)
-    wrap("vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled", KVCacheManager, _asking)
-    wrap("vllm.v1.core.block_pool.BlockPool.get_cached_block", pool, own.manthan.serving)
-    wrap("vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks", KVCacheCoordinator, _marking)
+    Blocks computed behind decoded ones are marked.
+    """
 
+    def __init__(self, manager: "KVCacheManager", marks: Marks, half: "SchedulerHalf") -> None:
+        self._pool, self._managers = manager.block_pool, manager.coordinator.single_type_managers
+        self._marks, self._half = marks, half
+        self._asker: Asker | None = None
+        wrap("vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled", manager, self._asking)
+        wrap("vllm.v1.core.block_pool.BlockPool.get_cached_block", self._pool, self._serving)
+        wrap("vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks", manager.coordinator, self._marking)
 
-def _asking(is_enabled: Callable[..., bool]) -> Callable[..., bool]:
-    """Note whose request looks blocks up. vLLM calls `is_enabled` before each lookup."""
+    def _asking(self, is_enabled: Callable[..., bool]) -> Callable[..., bool]:
+        """Note whose request looks blocks up. vLLM calls `is_enabled` before each lookup."""
 
-    def enabled_for(self: Any, request: Any) -> bool:
-        watched: Watched | None = getattr(self.block_pool, "manthan", None)
-        if watched is not None:
-            watched.asker = watched.half.ask(watched.half.asker, request, otherwise=None)
-        return is_enabled(self, request)
+        def enabled_for(request: Any) -> bool:
+            self._asker = self._half.ask(self._half.asker, request, otherwise=None)
+            return is_enabled(request)
 
-    return enabled_for
+        return enabled_for
 
-
-def _marking(cache_blocks: Callable[..., None]) -> Callable[..., None]:
-    def cache_marked(self: Any, request: Any, num_computed_tokens: int) -> None:
-        watched: Watched | None = getattr(self.block_pool, "manthan", None)
-        if watched is None:
-            return cache_blocks(self, request, num_computed_tokens)
-        managers, name = self.single_type_managers, request.request_id
-        marks, half = watched.marks, watched.half
-        for manager in managers if marks else ():
-            for source, copy in manager._pending_cow_copies:  # copy-on-write
-                if marks[source.block_id]:
-                    marks.copy(source.block_id, copy.block_id)
-        if request.num_computed_tokens == 0:  # just admitted, with the blocks that vLLM has found
-            tables = [manager.req_to_blocks.get(name, ()) for manager in managers] if marks else []
-            block_ids = [[block.block_id for block in blocks] for blocks in tables]
-            half.ask(half.found, request, block_ids, otherwise=None)
-        if not marks:
-            return cache_blocks(self, request, num_computed_tokens)
-        before = [manager.num_cached_block.get(name, 0) for manager in managers]
-        cache_blocks(self, request, num_computed_tokens)
-        for manager, first in zip(managers, before, strict=True):
-            watched.cached(request, manager.req_to_blocks.get(name, ()), first)
-
-    return cache_marked
-
-
-class Watched:
-    """Block pool whose lookups and new entries are watched; see `watch_lookups`."""
-
-    def __init__(self, pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> None:
-        self._pool, self.marks, self.half = pool, marks, half
-        self.asker: Asker | None = None
-
-    def serving(self, get_cached_block: Callable[..., Any]) -> Callable[..., Any]:
+    def _serving(self, get_cached_block: Callable[..., Any]) -> Callable[..., Any]:
         def get_served(block_hash: BlockHash, kv_cache_group_ids: list[int]) -> Any:
             first = get_cached_block(block_hash, kv_cache_group_ids)
-            if first is None or all(self.marks.serves(block.block_id, self.asker) for block in first):
+            if first is None or all(self._marks.serves(block.block_id, self._asker) for block in first):
                 return first
             served = []
             for group in kv_cache_group_ids:
                 copies = cached_blocks(self._pool, make_block_hash_with_group_id(block_hash, group))
-                one = next((block for block in copies if self.marks.serves(block.block_id, self.asker)), None)
+                one = next((block for block in copies if self._marks.serves(block.block_id, self._asker)), None)
                 if one is None:
                     return None
                 served.append(one)
@@ -561,13 +525,31 @@ class Watched:
 
         return get_served
 
-    def cached(self, request: Any, blocks: "Sequence[KVCacheBlock]", first: int) -> None:
+    def _marking(self, cache_blocks: Callable[..., None]) -> Callable[..., None]:
+        def cache_marked(request: Any, num_computed_tokens: int) -> None:
+            managers, name, marks = self._managers, request.request_id, self._marks
+            for manager in managers if marks else ():
+                for source, copy in manager._pending_cow_copies:  # copy-on-write
+                    if marks[source.block_id]:
+                        marks.copy(source.block_id, copy.block_id)
+            if request.num_computed_tokens == 0:  # just admitted, with the blocks that vLLM has found
+                tables = [manager.req_to_blocks.get(name, ()) for manager in managers] if marks else []
+                block_ids = [[block.block_id for block in blocks] for blocks in tables]
+                self._half.ask(self._half.found, request, block_ids, otherwise=None)
+            before = [manager.num_cached_block.get(name, 0) for manager in managers] if marks else []
+            cache_blocks(request, num_computed_tokens)
+            for manager, first in zip(managers, before, strict=False):
+                self._cached(request, manager.req_to_blocks.get(name, ()), first)
+
+        return cache_marked
+
+    def _cached(self, request: Any, blocks: "Sequence[KVCacheBlock]", first: int) -> None:
         """Mark a request's blocks from `first` on. If one is exact, take lossy blocks of its hash out of the cache."""
         new = [block for block in blocks[first:] if block.block_hash is not None and not block.is_null]
         if not new:
             return
-        block_ids, marks = [block.block_id for block in new], self.marks
-        is_marked = self.half.ask(self.half.computed, request, block_ids, otherwise=False)
+        block_ids, marks = [block.block_id for block in new], self._marks
+        is_marked = self._half.ask(self._half.computed, request, block_ids, otherwise=False)
         if not is_marked and marks.lossy(block.block_id for block in blocks):
             marks.set(set(block_ids) - marks.lossy(block_ids), Mark.DERIVED, None)
         known, lossy = marks.lossy(block_ids), set[int]()

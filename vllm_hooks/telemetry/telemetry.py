@@ -2,7 +2,8 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+from vllm.v1.request import Request
 
 from manthan.manager import events
 from manthan.manager.events import FIRST_BLOCKS, Event, Evicted, Judged, Restored
@@ -13,9 +14,6 @@ from manthan.manager.sparing import Sparing
 from manthan.vllm_hooks.telemetry.log import logger, tell_eviction, tell_progress, tell_restore, tell_verdict
 from manthan.vllm_hooks.telemetry.metrics import ManthanStats
 from manthan.vllm_hooks.telemetry.traces import Traces
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 QUIET_S = 60.0
 """Seconds between two log lines about a cause of failures."""
@@ -59,13 +57,13 @@ class Telemetry:
 
     # -- calls of the scheduler half ------------------------------------------------------------------
 
-    def began(self, request: "Request", hints: Hints) -> None:
+    def began(self, request: Request, hints: Hints) -> None:
         if hints.given:
             self._counters["hints"].update(hints.given)
         if self.traces is not None:
             self.traces.began(request.request_id, request.trace_headers)
 
-    def ended(self, request: "Request", outcome: Outcome | None, computed: int) -> None:
+    def ended(self, request: Request, outcome: Outcome | None, computed: int) -> None:
         """Note the end of a request. computed: number of prompt tokens neither resident nor loaded."""
         self.totals["computed_tokens"] += computed
         self.totals["prompt_tokens"] += request.num_prompt_tokens

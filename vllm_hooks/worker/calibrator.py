@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from manthan.codec.profile import Profile, ProfileInfo
@@ -21,8 +22,6 @@ from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from manthan.vllm_hooks.groups import KvCacheGroup
 
 logger = init_logger("vllm.manthan.worker")
@@ -39,7 +38,7 @@ class Calibrator:
     """Makes a single profile. offer: called with the profile, on the calibrator's thread."""
 
     def __init__(
-        self, vllm_config: "VllmConfig", group: "KvCacheGroup", rope: Rope | None, offer: Callable[[Profile], None]
+        self, vllm_config: VllmConfig, group: "KvCacheGroup", rope: Rope | None, offer: Callable[[Profile], None]
     ) -> None:
         model, modules = vllm_config.model_config, vllm_config.compilation_config.static_forward_context
         heads, dim = group.spec.num_kv_heads, group.spec.head_size
