@@ -88,7 +88,6 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             return otherwise
 
     def _try(self, call: Callable[..., T], *args: Any, otherwise: U) -> T | U:
-        """Return the answer of `call`, or `otherwise` if it raises."""
         try:
             return call(*args)
         except Exception:

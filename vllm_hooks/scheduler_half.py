@@ -110,10 +110,10 @@ class SchedulerHalf:
         kept = sharding.kept(vllm_config)
         self._storing = kept.shards
         shards = Shards(self._ranks, room_in(config), can_trim, kept.copies)
-        self._shapes = memory_shapes(config.codec, self.groups, shards, profile)
-        self._shape = self._shapes[0]
+        shapes = memory_shapes(config.codec, self.groups, shards, profile)
         self._capacity = partial(usable_nbytes, vllm_config, config.tiers, self._storing)
-        capacity = self._capacity(self._shape)
+        self._choices = [Choice(shape, self._capacity(shape)) for shape in shapes]
+        self._shape, capacity = self._choices[0]
         check_capacity(config, self._shape, capacity)
         shared = config.tiers.is_shared
         if shared and not self.groups.is_even:
@@ -172,7 +172,7 @@ class SchedulerHalf:
         self._requests: dict[str, Request] = {}
         self._waiting: ReturnsFirstQueue | None = None
         """The scheduler's waiting requests; None if vLLM's own queue is left in place."""
-        self._limit: StepLimit | None = None
+        self.limit: StepLimit | None = None
         """Limits on a step's tokens; None for vLLM's own."""
         self._resident: dict[str, int] = {}
         """Number of resident blocks, by id of a request that was matched and has no blocks allocated yet."""
@@ -219,15 +219,14 @@ class SchedulerHalf:
                 self.telemetry.passed = lambda: waiting.passed(time.time())
                 if scheduling.enable_chunked_prefill and not scheduling.disable_chunked_mm_input:
                     largest = max(group.tokens for group in self.groups.stored)
-                    self._limit = StepLimit(scheduler, waiting, largest)
+                    self.limit = StepLimit(scheduler, waiting, largest)
         event = None if self._events is None else self._events.event
         block_tokens = {each.group.index: each.group.tokens for each in self.groups.at_points}
         self.pool = VllmPool(pool, self._group, block_tokens | {self._group: self._block_size}, event)
         self.guard: Guard | None = None
         if (codec := self.config.codec).guard:
             tell_guard(codec.name, [codec.name, *finer_codecs(codec.name)][-1])
-            choices = [Choice(shape, self._capacity(shape)) for shape in self._shapes]
-            self.guard = Guard(self.manager, choices, self._ranks)
+            self.guard = Guard(self.manager, self._choices, self._ranks)
         self.driver = Driver(
             self.manager,
             self.pool,
@@ -354,7 +353,6 @@ class SchedulerHalf:
         return blocks * self._block_size, blocks > 0
 
     def _blocks(self, request: Request) -> int:
-        """Most blocks of all groups for the request's tokens."""
         return self.groups.held(request.num_tokens, self._vllm_config.max_in_flight_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
@@ -439,8 +437,8 @@ class SchedulerHalf:
                     self.pool.release(group.index, request.block_hashes[step - 1 :: step])
             return None
         self._requests.pop(request.request_id, None)
-        if self._limit is not None and not self._requests:
-            self._limit.rest()
+        if self.limit is not None and not self._requests:
+            self.limit.rest()
         prompt = min(request.num_prompt_tokens, request.num_computed_tokens)
         anew = max(0, prompt - self.driver.found(request.request_id))
         computed = min(blocks, request.num_computed_tokens // self._block_size)
@@ -529,8 +527,8 @@ class SchedulerHalf:
                 self.driver.cached(request.request_id, request.num_computed_tokens // self._block_size)
         work = self.driver.step(taken, now)
         self._reorder()
-        if self._limit is not None:
-            self._limit.begin(scheduled_tokens, now, len(self._requests))
+        if self.limit is not None:
+            self.limit.begin(scheduled_tokens, now, len(self._requests))
         place, self._place = self._place, None
         self._set_deadline()
         return ManthanMetadata(
@@ -642,11 +640,6 @@ class SchedulerHalf:
                 logger.info("Manthan: the prefix cache is reset; %d cold sessions stay, if the weights do.", cold)
         self.driver.rests = self._is_unsure
         self._reorder()
-
-    @property
-    def token_s(self) -> float | None:
-        """Seconds per token of a full step; None if unknown."""
-        return None if self._limit is None else self._limit.token_s
 
     @property
     def is_out_of_use(self) -> bool:

@@ -1,8 +1,9 @@
 """Choice of an engine's codec, made once before vLLM starts processes, so that all of them have the same."""
 
 import logging
+import subprocess
+import sys
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,6 @@ from manthan.vllm_hooks.support import Latents, has_draft, is_packed
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, is_on_gpu, settings
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.manthan")
@@ -29,6 +28,15 @@ CALIBRATES = "manthan_profile_to_make"
 cannot be compiled, and the path of a profile to make from traffic; each empty if there is none."""
 PROBE_S = 60.0
 """Most seconds to compile a kernel, to see if the compiler works."""
+PROBE = """
+import sys
+try:
+    from manthan.codec.gpu.nvrtc import cubin
+    cubin('extern "C" __global__ void nothing() {}', sys.argv[1])
+except Exception as error:
+    sys.exit(str(error))
+"""
+"""Program that compiles an empty kernel. Its error goes to standard error."""
 AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
 """Values of `codec` for blocks that are kept bit for bit."""
 
@@ -111,29 +119,14 @@ def kernel_fault() -> str:
 
 def _compiled(architecture: str) -> str:
     """Compile an empty kernel in a separate process. Return the reason for a failure; empty for none."""
-    forks = get_context("fork")
-    answers, answer = forks.Pipe(duplex=False)
+    command = [sys.executable, "-c", PROBE, architecture]
     try:
-        process = forks.Process(target=_compile, args=(architecture, answer), name="manthan-probe", daemon=True)
-        process.start()
-        answer.close()
-        fault = str(answers.recv()) if answers.poll(PROBE_S) else f"the compiler did not end in {PROBE_S:g} s"
-        process.kill()
-        process.join()
-    except (OSError, EOFError, AssertionError) as error:  # no process can be started, or the process has died
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S)
+    except subprocess.TimeoutExpired:
+        return f"the compiler did not end in {PROBE_S:g} s"
+    except OSError as error:
         return f"{type(error).__name__}: {error}"
-    return fault
-
-
-def _compile(architecture: str, answer: "Connection") -> None:
-    from manthan.codec.gpu.nvrtc import cubin
-
-    try:
-        cubin('extern "C" __global__ void nothing() {}', architecture)
-    except Exception as error:  # also the error of a library that cannot be loaded
-        answer.send(" ".join(str(error).split()))
-    else:
-        answer.send("")
+    return " ".join(done.stderr.split()) or f"its exit status is {done.returncode}" if done.returncode else ""
 
 
 def without_profile(asked: CodecConfig, why: str) -> CodecConfig:

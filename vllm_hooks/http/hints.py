@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -46,15 +47,14 @@ class RequestHintError(VLLMClientError, ValueError):
     """Unusable hints: status 400 from the server, a ValueError from `LLM`."""
 
 
+@dataclass(eq=False)
 class Incoming:
-    """Request on the way through the server. headers: pairs of name and value, as in ASGI."""
+    """Request on the way through the server. headers: pairs of name and value. then: called once checked."""
 
-    def __init__(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        self.headers = headers
-        self.is_checked = False
-        self.refusal: RequestHintError | None = None
-        self.then: Callable[[], object] = lambda: None
-        """Called once the request is checked."""
+    headers: Iterable[tuple[bytes, bytes]] = ()
+    is_checked: bool = False
+    refusal: RequestHintError | None = None
+    then: Callable[[], object] = lambda: None
 
 
 def keep(headers: Iterable[tuple[bytes, bytes]]) -> Incoming:

@@ -93,6 +93,11 @@ class GroupCache:
             return RawLayout(tuple(layer.rows for layer in self.layers), self.shape)
         return paged_layout(self.layers, self.shape, self.beside)
 
+    def paged_codecs(self, forms: Sequence[BlockFormat]) -> list[PagedCodec]:
+        """Return a GPU's codecs for the cache, one for each format. Raises UnsupportedError."""
+        layout = self.layout
+        return [paged_codec(layout, form) for form in forms]
+
 
 def running_half() -> "WorkerHalf":
     """Return this process's worker half, also if vLLM's MultiConnector has several connectors."""
@@ -284,10 +289,17 @@ class WorkerHalf:
         front = tiers.front_bytes // ranks if keeps else 0
         device = next(iter(groups.values())).layers[0].rows.device
         if codec_backend(codec.backend, device) == "cuda":
-            may_be_finer = codec.guard or store is not None  # an engine before may have had a guard
+            from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
+            from manthan.vllm_hooks.worker.slabs import Slab, Slabs
+
             if store is not None:
                 tier_bytes = TierBytes(0, max(front, PRIMARY_BYTES))
-            return _cuda_engine(groups, tier_bytes, fails_whole, may_be_finer, store, keeps)
+            last = None if codec.guard or store is not None else 1  # an engine before may have had a guard
+            codecs = {index: each.paged_codecs(each.forms[:last]) for index, each in groups.items()}
+            on_device = Slab.on_device(tier_bytes.device, device) if tier_bytes.device else None
+            on_host = Slab.pinned(tier_bytes.host, device) if tier_bytes.host else None
+            exacts = next(iter(groups.values())).exacts
+            return CudaEngine(codecs, Slabs(on_device, on_host), fails_whole, exacts, store, keeps)
         if tier_bytes.device:
             raise UnsupportedError(
                 f"tiers.kind is device, but the codec runs on the CPU here (codec.backend {codec.backend}): use host."
@@ -339,26 +351,3 @@ def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCode
             f"codec {form.codec} needs CUDA kernels on a GPU, and they cannot be used: {error}; use "
             "codec.backend numpy."
         ) from None
-
-
-def _cuda_engine(
-    groups: Mapping[int, GroupCache],
-    tier_bytes: TierBytes,
-    fails_whole: bool,
-    may_be_finer: bool,
-    secondary: Tier | None,
-    keeps: bool,
-) -> Engine:
-    """Return an engine on the GPU. may_be_finer: True if there may be blocks in the guard's alternative codecs."""
-    from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
-    from manthan.vllm_hooks.worker.slabs import Slab, Slabs
-
-    codecs = {}
-    for index, each in groups.items():
-        layout, forms = each.layout, each.forms if may_be_finer else each.forms[:1]
-        codecs[index] = [paged_codec(layout, form) for form in forms]
-    main = next(iter(groups.values()))
-    device = main.layers[0].rows.device
-    on_device = Slab.on_device(tier_bytes.device, device) if tier_bytes.device else None
-    on_host = Slab.pinned(tier_bytes.host, device) if tier_bytes.host else None
-    return CudaEngine(codecs, Slabs(on_device, on_host), fails_whole, main.exacts, secondary, keeps)

@@ -76,7 +76,7 @@ class PinnedRam:
         self.wait()
         for at in range(self._pinned):
             with suppress(RuntimeError):  # of an unresponsive GPU
-                compat.unpin(self._piece_of(at))
+                torch.cuda.cudart().cudaHostUnregister(self._piece_of(at).data_ptr())
         self._spans, self._pinned = [], 0
         self.codes = torch.empty(0, dtype=torch.uint8)
 
@@ -89,7 +89,10 @@ class PinnedRam:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             with suppress(ImportError):  # cuda-bindings are not there, and graphs are captured already
-                compat.leave_captures_alone()
+                from cuda.bindings import runtime
+
+                relaxed = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+                runtime.cudaThreadExchangeStreamCaptureMode(relaxed)  # else pinning breaks off another thread's capture
         while not (self.is_whole or self._stopped):
             try:
                 self._pin(self._pinned)

@@ -40,14 +40,11 @@ class Loaded:
         """Note the weights loaded into a model from now on. name: unique among the engine's models."""
         self._models[name] = ref(model)
 
-        def noting(load: Any) -> Any:
-            def load_noted(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
-                self.loads += 1
-                return load(self._noted(name, weights), *args, **kwargs)
+        def load_noted(load: Any, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+            self.loads += 1
+            return load(self._noted(name, weights), *args, **kwargs)
 
-            return load_noted
-
-        wrap("vllm.model_executor.models.llama.LlamaForCausalLM.load_weights", model, noting)
+        wrap("vllm.model_executor.models.llama.LlamaForCausalLM.load_weights", model, load_noted)
 
     def _noted(self, model: str, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
