@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from vllm import EngineArgs
     from vllm.config import ModelConfig, VllmConfig
     from vllm.distributed.kv_events import BlockStored
-    from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.core.block_pool import BlockPool
@@ -38,9 +37,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.kv_hints import KvHintsEnvelope
     from vllm.v1.request import Request
 
+    from manthan.vllm_hooks.http.salts import Salts
     from manthan.vllm_hooks.ordering import ReturnsFirstQueue
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
@@ -48,6 +47,8 @@ logger = init_logger("vllm.manthan")
 
 T = TypeVar("T")
 
+PARAMS = "kv_transfer_params"
+"""Argument of a request with the client's hints."""
 HALT_S = 2.0
 """Most seconds that a reset waits for transfers to end."""
 PAUSE_S = 1e-3
@@ -148,10 +149,10 @@ def extend_engine_args(
     wrap(f"{name}.create_engine_config", EngineArgs, create, method)
 
 
-def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]", params_key: str) -> None:
+def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]") -> None:
     """Have each request checked before the engine gets it.
 
-    check: takes configuration, value of `params_key` and session's id; returns the new value, or raises to refuse.
+    check: takes configuration, value of PARAMS and session's id; returns the new value, or raises to refuse.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -159,10 +160,10 @@ def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]", para
         request = process_inputs(self, *args, **kwargs)
         params = request.sampling_params
         extra = (params and params.extra_args) or {}
-        own = extra.get(params_key)
+        own = extra.get(PARAMS)
         checked = check(self.vllm_config, own, request.session_id)
         if checked is not own and params is not None:
-            params.extra_args = {**extra, params_key: checked}  # the request's own params, but `extra` is shared
+            params.extra_args = {**extra, PARAMS: checked}  # the request's own params, but `extra` is shared
         return request
 
     wrap("vllm.v1.engine.input_processor.InputProcessor.process_inputs", InputProcessor, process, method)
@@ -292,21 +293,14 @@ class Core:
         """Have `method` answer `ask_cores`, on the scheduler's thread between steps. msgpack encodes its results."""
         setattr(self._core, name, method)
 
-    def prepare_requests(
-        self,
-        salt: "Callable[[Any, KvHintsEnvelope | None, str | None, LoRARequest | None, bool], str | None]",
-        params_key: str,
-        by_content: bool,
-    ) -> None:
+    def prepare_requests(self, salts: "Salts", by_content: bool) -> None:
         """Have the block hashes of this engine's requests cover tenant, LoRA adapter's files and media's content.
 
         vLLM hashes a request on a thread of its own, before connectors see the request.
 
-        salt: returns a request's cache salt; takes its `params_key`, kv_hints, the client's salt and the adapter, and
-        True if the content of all media is known. by_content: True if hashes cover the content of media instead of the
-        clients' names.
+        by_content: True if hashes cover the content of media instead of the clients' names.
         """
-        core = self._core
+        core, self._salts = self._core, salts
 
         def prepare(preprocess: Any, request: "EngineCoreRequest") -> Any:
             extra = (request.sampling_params and request.sampling_params.extra_args) or {}
@@ -317,8 +311,8 @@ class Core:
                     features = core.mm_receiver_cache.get_and_update_features(features)
                 request = msgspec.structs.replace(request, mm_features=[_with_content(each) for each in features])
             known = not features or (not may_be_sizes and all(each.data is not None for each in features))
-            said = extra.get(params_key), request.kv_hints, request.cache_salt, request.lora_request
-            return preprocess(msgspec.structs.replace(request, cache_salt=salt(*said, known)))
+            said = extra.get(PARAMS), request.kv_hints, request.cache_salt, request.lora_request
+            return preprocess(msgspec.structs.replace(request, cache_salt=salts.of(*said, known)))
 
         wrap("vllm.v1.engine.core.EngineCore.preprocess_add_request", core, prepare)
 
@@ -438,7 +432,7 @@ class Core:
         if method == "discard" or (method == "sleep" and level == 1):  # the weights stay
             self._tell(self._half.paused, False)
         if method == "add_lora":
-            self._tell(self._half.adapter_loaded, kwargs["args"][0])
+            self._tell(self._salts.adapters.content, kwargs["args"][0])
         try:
             return call(method, *args, **kwargs)
         finally:

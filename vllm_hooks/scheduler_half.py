@@ -18,7 +18,6 @@ import numpy as np
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
-from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -47,7 +46,7 @@ from manthan.vllm_hooks.compat import Core, Lookups, VllmPool, replace_waiting, 
 from manthan.vllm_hooks.events import KvEvents
 from manthan.vllm_hooks.fingerprint import namespace_of
 from manthan.vllm_hooks.groups import Part, config_for, on_all_ranks
-from manthan.vllm_hooks.http.hints import PARAMS, answer_to, decoded_elsewhere, hints_of, tenant_of
+from manthan.vllm_hooks.http.hints import answer_to, decoded_elsewhere, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.lasting import DiskBooks, make_sessions
 from manthan.vllm_hooks.memory import Shards, memory_shapes
@@ -131,8 +130,7 @@ class SchedulerHalf:
                 )
             namespace = namespace_of(vllm_config, config, self.groups, weights.pop())
         owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"  # the engine's name
-        self._salts = salts_of(config)
-        self._core.prepare_requests(self._salts.of, PARAMS, lasting)
+        self._core.prepare_requests(salts_of(config), lasting)
         chosen = choose_policy(config.policy)
         shares = Shares(config.tiers.pinned_share, config.tenants.shares)
         self.manager = SessionManager(
@@ -645,10 +643,6 @@ class SchedulerHalf:
     def is_out_of_use(self) -> bool:
         """True while the engine sleeps."""
         return self._core.is_asleep
-
-    def adapter_loaded(self, adapter: LoRARequest) -> None:
-        """Note the content of a LoRA adapter's files, which workers are about to read."""
-        self._salts.adapters.content(adapter)
 
     def paused(self, drops: bool) -> None:
         """Note that the engine is paused. drops: True to drop cold sessions at the next request."""

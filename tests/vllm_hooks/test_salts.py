@@ -110,7 +110,7 @@ def test_files_count_that_are_there_when_an_adapter_is_loaded(tmp_path: Path) ->
     current, adapters = tmp_path / "current", Adapters()
     current.symlink_to(one)
     core = object.__new__(Core)
-    core._half, core._tell = SimpleNamespace(adapter_loaded=adapters.content), lambda call, *args: call(*args)
+    core._salts, core._tell = SimpleNamespace(adapters=adapters), lambda call, *args: call(*args)
     core._call_workers(lambda *args, **kwargs: [True], "add_lora", args=(asked(str(current)),))
     current.unlink()
     current.symlink_to(two)

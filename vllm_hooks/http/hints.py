@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 
 from manthan.manager.config.sentences import must_be
 from manthan.manager.session.hints import NO_HINTS, WHERE, HintError, Hints, check_session_id, parse_hints
+from manthan.vllm_hooks.compat import PARAMS
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, from_vllm_config, is_on
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.manthan")
 
-PARAMS = "kv_transfer_params"
 ANSWER = {"session_id", "pinned", "refused", "lossy_tokens"}
 ACTION, ACTION_VERSION = "manthan.hints", "1.0"
 """Action of vLLM's `kv_hints` whose payload is a mapping of hints, and the version known here."""

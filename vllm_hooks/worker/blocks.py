@@ -108,15 +108,13 @@ def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
 class CpuBlocks:
     """Blocks of a KV cache group, gathered, encoded and decoded on the CPU's cores. Thread-safe."""
 
-    def __init__(
-        self, memory: PagedMemory, format: BlockFormat, *others: BlockFormat, exacts: Sequence[int] = (0,)
-    ) -> None:
-        """Compile all kernels now. format: for jobs that name no codec. others: for jobs that name them, and to read.
+    def __init__(self, memory: PagedMemory, *formats: BlockFormat, exacts: Sequence[int] = (0,)) -> None:
+        """Compile all kernels now. formats: the first for jobs that name no codec, the others for jobs that name them.
 
         exacts: possible numbers of exact first tokens of a block.
         """
-        self.formats, self._memory, self.format, self._exacts = (format, *others), memory, format, exacts
-        self.nbytes = format.shape.nbytes
+        self.formats, self._memory, self.format, self._exacts = formats, memory, formats[0], exacts
+        self.nbytes = self.format.shape.nbytes
         """Number of bytes of a gathered block."""
         for each in self.formats:
             each.warm_up(exacts)

@@ -144,13 +144,11 @@ class WorkerHalf:
         self._counted = stored if any(each.context.ranks * each.state_tokens > 1 for each in stored.values()) else {}
 
     def shutdown(self) -> None:
-        if self.guard is not None:
-            self.guard.shutdown()
         if self._server is not None:
             self._server.close()
-        self.engine.shutdown()
-        if self.calibrator is not None:
-            self.calibrator.shutdown()
+        for part in (self.guard, self.engine, self.calibrator):
+            if part is not None:
+                part.shutdown()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         if hidden := [group.index for group in self.groups.stored if not self._is_found(group, kv_caches)]:
