@@ -18,6 +18,7 @@ from weakref import WeakSet
 import msgspec
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash, get_group_id, make_block_hash_with_group_id
+from vllm.v1.request import RequestStatus
 
 from manthan.manager.pool import Asker, BlockName, FreeBlock, Mark, Marks, Owner
 
@@ -27,18 +28,18 @@ if TYPE_CHECKING:
     from vllm import EngineArgs
     from vllm.config import ModelConfig, VllmConfig
     from vllm.distributed.kv_events import BlockStored
-    from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.kv_hints import KvHintsEnvelope
     from vllm.v1.request import Request
 
+    from manthan.vllm_hooks.http.salts import Salts
     from manthan.vllm_hooks.ordering import ReturnsFirstQueue
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
@@ -46,6 +47,8 @@ logger = init_logger("vllm.manthan")
 
 T = TypeVar("T")
 
+PARAMS = "kv_transfer_params"
+"""Argument of a request with the client's hints."""
 HALT_S = 2.0
 """Most seconds that a reset waits for transfers to end."""
 PAUSE_S = 1e-3
@@ -61,51 +64,41 @@ HARMLESS = (
 WRAPPED = {
     "vllm.engine.arg_utils.EngineArgs.add_cli_args": "Plugins have no way to add flags.",
     "vllm.engine.arg_utils.EngineArgs.from_cli_args": "The flags choose the connector and the server's middleware.",
-    "vllm.engine.arg_utils.EngineArgs.create_engine_config": (
-        "Settings that cannot be served end the program before any process starts."
-    ),
-    "vllm.v1.engine.input_processor.InputProcessor.process_inputs": (
-        "A request with hints that cannot be used gets status 400."
-    ),
-    "vllm.v1.engine.core.EngineCore.preprocess_add_request": (
-        "Block hashes hold tenants, and the content of adapters and media."
-    ),
+    "vllm.engine.arg_utils.EngineArgs.create_engine_config": "Bad settings are refused before any process starts.",
+    "vllm.v1.engine.input_processor.InputProcessor.process_inputs": "Requests with unusable hints get status 400.",
+    "vllm.v1.engine.core.EngineCore.preprocess_add_request": "Block hashes cover tenants, adapters and media.",
     "vllm.v1.engine.core.EngineCore.reset_prefix_cache": "vLLM resets only while no block is referenced.",
     "vllm.v1.executor.abstract.Executor.collective_rpc": "Connectors hear of no load of weights, and of no sleep.",
-    "vllm.model_executor.model_loader.utils.initialize_model": (
-        "Connectors hear of no model before its weights are loaded."
-    ),
-    "vllm.model_executor.models.llama.LlamaForCausalLM.load_weights": (
-        "The digest of weights must be the same for each number of ranks."
-    ),
+    "vllm.model_executor.model_loader.utils.initialize_model": "Connectors hear of no model before its load.",
+    "vllm.model_executor.models.llama.LlamaForCausalLM.load_weights": "The digest covers weights of all ranks.",
     "vllm.v1.attention.backend.AttentionImpl.forward": "A profile from traffic takes queries, which no cache holds.",
-    "vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled": (
-        "A lookup of blocks does not say whose request asks."
-    ),
+    "vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled": "A lookup does not name the request.",
     "vllm.v1.core.block_pool.BlockPool.get_cached_block": "Decoded blocks are served to their own session only.",
     "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n": "Saved blocks are overwritten before others.",
-    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": (
-        "Blocks computed behind decoded ones are marked."
-    ),
+    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": "Blocks behind decoded ones are marked.",
 }
 """Functions of vLLM that Manthan replaces, and the reason for each. Tests compare their signatures."""
 # Every process of vLLM imports this module. Modules that only some processes need are imported inside functions.
 
 
-def wrap(name: str, owner: Any, make: Callable[[Any], Any], kind: Callable[[Any], Any] = lambda made: made) -> None:
+def wrap(name: str, owner: Any, ours: Callable[..., Any], kind: Callable[[Any], Any] = lambda made: made) -> None:
     """Replace a function of vLLM, unless it was replaced before.
 
-    name: key in `WRAPPED`. owner: class, module or object that has the function. make: takes vLLM's function, and
-    returns the function to use instead. kind: `staticmethod` or `classmethod`, if the function is either.
+    name: key in `WRAPPED`. owner: class, module or object that has the function. ours: takes vLLM's function and then
+    that function's arguments. kind: `staticmethod`, `classmethod` or `method`, if the function is one in a class.
     """
     assert name in WRAPPED, name
     attribute = name.rpartition(".")[2]
     theirs = getattr(owner, attribute)
-    if hasattr(theirs, "manthan"):
-        return
-    ours: Any = functools.wraps(getattr(theirs, "__func__", theirs))(make(theirs))
-    ours.manthan = True
-    setattr(owner, attribute, kind(ours))
+    if not hasattr(theirs, "manthan"):
+        made: Any = functools.update_wrapper(functools.partial(ours, theirs), getattr(theirs, "__func__", theirs))
+        made.manthan = True
+        setattr(owner, attribute, kind(made))
+
+
+def method(made: Callable[..., T]) -> Callable[..., T]:
+    """Return a function that becomes a method in a class."""
+    return functools.wraps(made)(lambda self, *args, **kwargs: made(self, *args, **kwargs))
 
 
 # -- flags and requests, in the process that takes them -----------------------------------------------
@@ -137,52 +130,43 @@ def extend_engine_args(
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    def with_read(from_cli_args: Any) -> Any:
-        def read(cls: type[EngineArgs], args: argparse.Namespace) -> Any:
-            read_flags(args)
-            engine_args = from_cli_args.__func__(cls, args)
-            engine_args.manthan_from_command_line = True
-            return engine_args
+    def read(from_cli_args: Any, cls: type[EngineArgs], args: argparse.Namespace) -> Any:
+        read_flags(args)
+        engine_args = from_cli_args.__func__(cls, args)
+        engine_args.manthan_from_command_line = True
+        return engine_args
 
-        return read
-
-    def with_check(create_engine_config: Any) -> Any:
-        def create(self: EngineArgs, *args: Any, **kwargs: Any) -> "VllmConfig":
-            from_command_line = hasattr(self, "manthan_from_command_line")
-            precheck(self, from_command_line)
-            vllm_config: VllmConfig = create_engine_config(self, *args, **kwargs)
-            check(vllm_config, from_command_line)
-            return vllm_config
-
-        return create
+    def create(create_engine_config: Any, self: EngineArgs, *args: Any, **kwargs: Any) -> "VllmConfig":
+        from_command_line = hasattr(self, "manthan_from_command_line")
+        precheck(self, from_command_line)
+        vllm_config: VllmConfig = create_engine_config(self, *args, **kwargs)
+        check(vllm_config, from_command_line)
+        return vllm_config
 
     name = "vllm.engine.arg_utils.EngineArgs"
-    wrap(f"{name}.add_cli_args", EngineArgs, lambda add: lambda parser: add_flags(add(parser)), staticmethod)
-    wrap(f"{name}.from_cli_args", EngineArgs, with_read, classmethod)
-    wrap(f"{name}.create_engine_config", EngineArgs, with_check)
+    wrap(f"{name}.add_cli_args", EngineArgs, lambda add, parser: add_flags(add(parser)), staticmethod)
+    wrap(f"{name}.from_cli_args", EngineArgs, read, classmethod)
+    wrap(f"{name}.create_engine_config", EngineArgs, create, method)
 
 
-def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]", params_key: str) -> None:
+def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]") -> None:
     """Have each request checked before the engine gets it.
 
-    check: takes configuration, value of `params_key` and session's id; returns the new value, or raises to refuse.
+    check: takes configuration, value of PARAMS and session's id; returns the new value, or raises to refuse.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 
-    def with_check(process_inputs: Any) -> Any:
-        def process(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
-            request = process_inputs(self, *args, **kwargs)
-            params = request.sampling_params
-            extra = (params and params.extra_args) or {}
-            own = extra.get(params_key)
-            checked = check(self.vllm_config, own, request.session_id)
-            if checked is not own and params is not None:
-                params.extra_args = {**extra, params_key: checked}  # the request's own params, but `extra` is shared
-            return request
+    def process(process_inputs: Any, self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
+        request = process_inputs(self, *args, **kwargs)
+        params = request.sampling_params
+        extra = (params and params.extra_args) or {}
+        own = extra.get(PARAMS)
+        checked = check(self.vllm_config, own, request.session_id)
+        if checked is not own and params is not None:
+            params.extra_args = {**extra, PARAMS: checked}  # the request's own params, but `extra` is shared
+        return request
 
-        return process
-
-    wrap("vllm.v1.engine.input_processor.InputProcessor.process_inputs", InputProcessor, with_check)
+    wrap("vllm.v1.engine.input_processor.InputProcessor.process_inputs", InputProcessor, process, method)
 
 
 async def ask_cores(client: Any, name: str, *args: Any) -> list[Any] | None:
@@ -226,7 +210,7 @@ def _with_content(feature: "MultiModalFeatureSpec") -> "MultiModalFeatureSpec":
 
 
 @functools.cache
-def _manager_of(spec: "KVCacheSpec") -> "SingleTypeKVCacheManager":
+def manager_of(spec: "KVCacheSpec") -> "SingleTypeKVCacheManager":
     """Return a new manager of vLLM for a KV cache group with this spec, to ask it about windows and states."""
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.single_type_kv_cache_manager import get_manager_for_kv_cache_spec
@@ -243,45 +227,35 @@ def _manager_of(spec: "KVCacheSpec") -> "SingleTypeKVCacheManager":
     )
 
 
-def skipped_tokens(spec: "KVCacheSpec", tokens: int) -> int:
-    """Number of first tokens of a prefix of `tokens` tokens whose blocks vLLM neither looks up nor allocates."""
-    return int(_manager_of(spec).get_num_skipped_tokens(tokens))
-
-
 def tokens_to_load(request: "Request") -> int:
     """Number of tokens that all connectors load for a newly admitted request; 0 after a preemption."""
     stats = request.prefill_stats
     return 0 if stats is None or request.num_preemptions else stats.num_external_cached_tokens
 
 
-def _under_construction(kind: type) -> Any:
-    """Return the object of class `kind` whose method is innermost on the call stack; None if there is none.
+def under_construction(kind: type[T]) -> T:
+    """Return the object of class `kind` whose method is innermost on the call stack.
 
     vLLM makes connectors inside the constructors of its scheduler and its engine core.
     """
     frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, kind):
-            return owner
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    while not isinstance(owner := frame.f_locals.get("self"), kind):
+        assert frame.f_back is not None, kind
+        frame = frame.f_back
+    return owner
 
 
-def replace_waiting(queue: "ReturnsFirstQueue") -> "Scheduler | None":
-    """Make `queue` the `waiting` of the scheduler under construction, and return the scheduler.
+def replace_waiting(scheduler: "Scheduler", queue: "ReturnsFirstQueue") -> bool:
+    """Make `queue` the scheduler's `waiting`. Return False, and replace nothing, if `waiting` has an unknown class.
 
-    Return None, and replace nothing, if `waiting` has an unknown class. vLLM's second queue, `kv_holding_waiting`, goes
-    before it and stays.
+    vLLM's second queue, `kv_holding_waiting`, goes before it and stays.
     """
     from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
-    from vllm.v1.core.sched.scheduler import Scheduler
 
-    scheduler: Scheduler = _under_construction(Scheduler)
-    if type(scheduler.waiting) not in (FCFSRequestQueue, PriorityRequestQueue):
-        return None
-    scheduler.waiting = queue
-    return scheduler
+    is_known = type(scheduler.waiting) in (FCFSRequestQueue, PriorityRequestQueue)
+    if is_known:
+        scheduler.waiting = queue
+    return is_known
 
 
 class Core:
@@ -300,12 +274,13 @@ class Core:
         """True while a reset waits for transfers to end."""
         self.is_pausing = False
         """True while vLLM resets the prefix cache because the engine is paused."""
-        self._core = core = _under_construction(EngineCore)
+        core: Any = under_construction(EngineCore)
+        self._core = core
         self._inputs: queue.Queue[Any] | None = core.input_queue if isinstance(core, EngineCoreProc) else None
         """Queue on which an idle engine waits; None if the caller steps the engine."""
         self._call = core.model_executor.collective_rpc
-        wrap("vllm.v1.engine.core.EngineCore.reset_prefix_cache", core, self._halted)
-        wrap("vllm.v1.executor.abstract.Executor.collective_rpc", core.model_executor, self._calling)
+        wrap("vllm.v1.engine.core.EngineCore.reset_prefix_cache", core, self._reset)
+        wrap("vllm.v1.executor.abstract.Executor.collective_rpc", core.model_executor, self._call_workers)
 
     def wake(self) -> None:
         """Make an idle engine run a step if the connector has work. Any thread may call `wake`."""
@@ -318,38 +293,28 @@ class Core:
         """Have `method` answer `ask_cores`, on the scheduler's thread between steps. msgpack encodes its results."""
         setattr(self._core, name, method)
 
-    def prepare_requests(
-        self,
-        salt: "Callable[[Any, KvHintsEnvelope | None, str | None, LoRARequest | None, bool], str | None]",
-        params_key: str,
-        by_content: bool,
-    ) -> None:
+    def prepare_requests(self, salts: "Salts", by_content: bool) -> None:
         """Have the block hashes of this engine's requests cover tenant, LoRA adapter's files and media's content.
 
         vLLM hashes a request on a thread of its own, before connectors see the request.
 
-        salt: returns a request's cache salt; takes its `params_key`, kv_hints, the client's salt and the adapter, and
-        True if the content of all media is known. by_content: True if hashes cover the content of media instead of the
-        clients' names.
+        by_content: True if hashes cover the content of media instead of the clients' names.
         """
-        core = self._core
+        core, self._salts = self._core, salts
 
-        def with_salt(preprocess: Any) -> Any:
-            def prepare(request: "EngineCoreRequest") -> Any:
-                extra = (request.sampling_params and request.sampling_params.extra_args) or {}
-                features = (request.mm_features if by_content else None) or []
-                may_be_sizes = extra.get("ec_transfer_params") or core.vllm_config.ec_transfer_config
-                if features and not may_be_sizes:
-                    if core.mm_receiver_cache is not None:  # the cache has the data of earlier media
-                        features = core.mm_receiver_cache.get_and_update_features(features)
-                    request = msgspec.structs.replace(request, mm_features=[_with_content(each) for each in features])
-                known = not features or (not may_be_sizes and all(each.data is not None for each in features))
-                said = extra.get(params_key), request.kv_hints, request.cache_salt, request.lora_request
-                return preprocess(msgspec.structs.replace(request, cache_salt=salt(*said, known)))
+        def prepare(preprocess: Any, request: "EngineCoreRequest") -> Any:
+            extra = (request.sampling_params and request.sampling_params.extra_args) or {}
+            features = (request.mm_features if by_content else None) or []
+            may_be_sizes = extra.get("ec_transfer_params") or core.vllm_config.ec_transfer_config
+            if features and not may_be_sizes:
+                if core.mm_receiver_cache is not None:  # the cache has the data of earlier media
+                    features = core.mm_receiver_cache.get_and_update_features(features)
+                request = msgspec.structs.replace(request, mm_features=[_with_content(each) for each in features])
+            known = not features or (not may_be_sizes and all(each.data is not None for each in features))
+            said = extra.get(PARAMS), request.kv_hints, request.cache_salt, request.lora_request
+            return preprocess(msgspec.structs.replace(request, cache_salt=salts.of(*said, known)))
 
-            return prepare
-
-        wrap("vllm.v1.engine.core.EngineCore.preprocess_add_request", core, with_salt)
+        wrap("vllm.v1.engine.core.EngineCore.preprocess_add_request", core, prepare)
 
     @property
     def is_asleep(self) -> bool:
@@ -374,8 +339,6 @@ class Core:
     @property
     def is_moving(self) -> bool:
         """True while vLLM or Manthan waits for a transfer."""
-        from vllm.v1.request import RequestStatus
-
         scheduler = self._core.scheduler
         return (
             self._half.ask(self._half.is_moving, otherwise=self._half.driver.holds_any())
@@ -389,39 +352,34 @@ class Core:
 
     # -- resets ---------------------------------------------------------------------------------------
 
-    def _halted(self, reset: Callable[[bool, bool], bool]) -> Callable[..., bool]:
-        def noticed(reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-            self.is_pausing = sys._getframe(1).f_code.co_name == "_reset_caches"  # the engine may be about to sleep
-            if self.is_pausing:
-                self._tell(self._half.paused, reset_connector and not self.is_asleep)
-            try:
-                return once_halted(reset_running_requests, reset_connector)
-            finally:
-                self.is_pausing = False
-
-        def once_halted(reset_running_requests: bool, reset_connector: bool) -> bool:
-            scheduler = self._core.scheduler
+    def _reset(
+        self, reset: Callable[[bool, bool], bool], reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        self.is_pausing = sys._getframe(1).f_code.co_name == "_reset_caches"  # the engine may be about to sleep
+        if self.is_pausing:
+            self._tell(self._half.paused, reset_connector and not self.is_asleep)
+        scheduler, was_reset, is_halted = self._core.scheduler, False, False
+        try:
             if scheduler.running and not reset_running_requests:
                 logger.warning("Manthan: the prefix cache is not reset, since %d requests run.", len(scheduler.running))
                 self._tell(self._half.doubt)
                 return reset(False, reset_connector)
-            was_reset = False
+            is_halted = True
             self._tell(self._half.halt)
-            try:
-                if self._come_to_rest(reset_running_requests):
-                    self._recompute_waiting()
-                    was_reset = reset(reset_running_requests, reset_connector)
-                    return was_reset
-                logger.warning(
-                    "Manthan: the prefix cache is not reset, since transfers of blocks have not ended in %g s.", HALT_S
-                )
-                if reset_connector:
-                    scheduler.reset_connector_cache()
-                return False
-            finally:
+            if self._come_to_rest(reset_running_requests):
+                self._recompute_waiting()
+                was_reset = reset(reset_running_requests, reset_connector)
+                return was_reset
+            logger.warning(
+                "Manthan: the prefix cache is not reset, since transfers of blocks have not ended in %g s.", HALT_S
+            )
+            if reset_connector:
+                scheduler.reset_connector_cache()
+            return False
+        finally:
+            if is_halted:
                 self._tell(self._half.go_on, was_reset)
-
-        return noticed
+            self.is_pausing = False
 
     def _come_to_rest(self, may_preempt: bool) -> bool:
         """Run steps without compute until every transfer has ended. Return False after `HALT_S`.
@@ -456,8 +414,6 @@ class Core:
 
     def _recompute_waiting(self) -> None:
         """Free the blocks of waiting requests whose KV was loaded. The requests begin anew."""
-        from vllm.v1.request import RequestStatus
-
         scheduler = self._core.scheduler
         waits = {RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING, RequestStatus.PREEMPTED}
         for request in [request for request in scheduler.kv_holding_waiting if request.status in waits][::-1]:
@@ -470,56 +426,54 @@ class Core:
             request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
             scheduler.waiting.prepend_request(request)
 
-    def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _call_workers(self, call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
         """Tell the scheduler half when workers are called, because the call may load weights, or be a sleep."""
-
-        def with_notice(method: Any, *args: Any, **kwargs: Any) -> Any:
-            level = (kwargs.get("kwargs") or {}).get("level")
-            if method == "discard" or (method == "sleep" and level == 1):  # the weights stay
-                self._tell(self._half.paused, False)
-            if method == "add_lora":
-                self._tell(self._half.adapter_loaded, kwargs["args"][0])
-            if method in HARMLESS:
-                return call(method, *args, **kwargs)
-            try:
-                return call(method, *args, **kwargs)
-            finally:
+        level = (kwargs.get("kwargs") or {}).get("level")
+        if method == "discard" or (method == "sleep" and level == 1):  # the weights stay
+            self._tell(self._half.paused, False)
+        if method == "add_lora":
+            self._tell(self._salts.adapters.content, kwargs["args"][0])
+        try:
+            return call(method, *args, **kwargs)
+        finally:
+            if method not in HARMLESS:
                 self._tell(self._half.called, method in LOADS)
 
-        return with_notice
 
+class Lookups:
+    """Lookups and new blocks of vLLM's prefix cache. vLLM finds only cached blocks that may serve the request.
 
-def watch_lookups(pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> None:
-    """Have vLLM find only cached blocks that may serve the request. Mark blocks computed behind decoded ones."""
-    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    Blocks computed behind decoded ones are marked.
+    """
 
-    own: Any = pool
-    own.manthan = Watched(pool, marks, half)
-    wrap("vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled", KVCacheManager, _asking)
-    wrap("vllm.v1.core.block_pool.BlockPool.get_cached_block", pool, own.manthan.serving)
-    wrap("vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks", KVCacheCoordinator, _marking)
+    def __init__(self, manager: "KVCacheManager", marks: Marks, half: "SchedulerHalf") -> None:
+        self._pool, self._managers = manager.block_pool, manager.coordinator.single_type_managers
+        self._marks, self._half = marks, half
+        self._asker: Asker | None = None
+        wrap("vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled", manager, self._ask)
+        wrap("vllm.v1.core.block_pool.BlockPool.get_cached_block", self._pool, self._serve)
+        wrap("vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks", manager.coordinator, self._mark)
 
+    def _ask(self, is_enabled: Callable[..., bool], request: Any) -> bool:
+        """Note whose request looks blocks up. vLLM calls `is_enabled` before each lookup."""
+        self._asker = self._half.ask(self._half.asker, request, otherwise=None)
+        return is_enabled(request)
 
-def _asking(is_enabled: Callable[..., bool]) -> Callable[..., bool]:
-    """Note whose request looks blocks up. vLLM calls `is_enabled` before each lookup."""
+    def _serve(self, get_cached_block: Callable[..., Any], block_hash: BlockHash, kv_cache_group_ids: list[int]) -> Any:
+        first = get_cached_block(block_hash, kv_cache_group_ids)
+        if first is None or all(self._marks.serves(block.block_id, self._asker) for block in first):
+            return first
+        served = []
+        for group in kv_cache_group_ids:
+            copies = cached_blocks(self._pool, make_block_hash_with_group_id(block_hash, group))
+            one = next((block for block in copies if self._marks.serves(block.block_id, self._asker)), None)
+            if one is None:
+                return None
+            served.append(one)
+        return served
 
-    def enabled_for(self: Any, request: Any) -> bool:
-        watched: Watched | None = getattr(self.block_pool, "manthan", None)
-        if watched is not None:
-            watched.asker = watched.half.ask(watched.half.asker, request, otherwise=None)
-        return is_enabled(self, request)
-
-    return enabled_for
-
-
-def _marking(cache_blocks: Callable[..., None]) -> Callable[..., None]:
-    def cache_marked(self: Any, request: Any, num_computed_tokens: int) -> None:
-        watched: Watched | None = getattr(self.block_pool, "manthan", None)
-        if watched is None:
-            return cache_blocks(self, request, num_computed_tokens)
-        managers, name = self.single_type_managers, request.request_id
-        marks, half = watched.marks, watched.half
+    def _mark(self, cache_blocks: Callable[..., None], request: Any, num_computed_tokens: int) -> None:
+        managers, name, marks = self._managers, request.request_id, self._marks
         for manager in managers if marks else ():
             for source, copy in manager._pending_cow_copies:  # copy-on-write
                 if marks[source.block_id]:
@@ -527,47 +481,19 @@ def _marking(cache_blocks: Callable[..., None]) -> Callable[..., None]:
         if request.num_computed_tokens == 0:  # just admitted, with the blocks that vLLM has found
             tables = [manager.req_to_blocks.get(name, ()) for manager in managers] if marks else []
             block_ids = [[block.block_id for block in blocks] for blocks in tables]
-            half.ask(half.found, request, block_ids, otherwise=None)
-        if not marks:
-            return cache_blocks(self, request, num_computed_tokens)
-        before = [manager.num_cached_block.get(name, 0) for manager in managers]
-        cache_blocks(self, request, num_computed_tokens)
-        for manager, first in zip(managers, before, strict=True):
-            watched.cached(request, manager.req_to_blocks.get(name, ()), first)
+            self._half.ask(self._half.found, request, block_ids, otherwise=None)
+        before = [manager.num_cached_block.get(name, 0) for manager in managers] if marks else []
+        cache_blocks(request, num_computed_tokens)
+        for manager, first in zip(managers, before, strict=False):
+            self._cached(request, manager.req_to_blocks.get(name, ()), first)
 
-    return cache_marked
-
-
-class Watched:
-    """Block pool whose lookups and new entries are watched; see `watch_lookups`."""
-
-    def __init__(self, pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> None:
-        self._pool, self.marks, self.half = pool, marks, half
-        self.asker: Asker | None = None
-
-    def serving(self, get_cached_block: Callable[..., Any]) -> Callable[..., Any]:
-        def get_served(block_hash: BlockHash, kv_cache_group_ids: list[int]) -> Any:
-            first = get_cached_block(block_hash, kv_cache_group_ids)
-            if first is None or all(self.marks.serves(block.block_id, self.asker) for block in first):
-                return first
-            served = []
-            for group in kv_cache_group_ids:
-                copies = cached_blocks(self._pool, make_block_hash_with_group_id(block_hash, group))
-                one = next((block for block in copies if self.marks.serves(block.block_id, self.asker)), None)
-                if one is None:
-                    return None
-                served.append(one)
-            return served
-
-        return get_served
-
-    def cached(self, request: Any, blocks: "Sequence[KVCacheBlock]", first: int) -> None:
+    def _cached(self, request: Any, blocks: "Sequence[KVCacheBlock]", first: int) -> None:
         """Mark a request's blocks from `first` on. If one is exact, take lossy blocks of its hash out of the cache."""
         new = [block for block in blocks[first:] if block.block_hash is not None and not block.is_null]
         if not new:
             return
-        block_ids, marks = [block.block_id for block in new], self.marks
-        is_marked = self.half.ask(self.half.computed, request, block_ids, otherwise=False)
+        block_ids, marks = [block.block_id for block in new], self._marks
+        is_marked = self._half.ask(self._half.computed, request, block_ids, otherwise=False)
         if not is_marked and marks.lossy(block.block_id for block in blocks):
             marks.set(set(block_ids) - marks.lossy(block_ids), Mark.DERIVED, None)
         known, lossy = marks.lossy(block_ids), set[int]()
@@ -633,7 +559,7 @@ class VllmPool:
         self._bereft: set[Request] = set()
         self._last_empty: KVCacheBlock | None = None
         """Last of the empty blocks at the head of the free queue; None if unknown."""
-        wrap("vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n", self._free, self._saved_first)
+        wrap("vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n", self._free, self._append)
 
     def _watch(self, block_ids: Iterable[int]) -> None:
         self._pool._reuse_watchers.update(dict.fromkeys(block_ids, self._reused))
@@ -749,19 +675,14 @@ class VllmPool:
         return (_named(block) for block in (*used, *later) if block.block_hash is not None)
 
     def _copies(self, group: int, block_hashes: "Sequence[bytes]") -> "list[KVCacheBlock]":
-        """Return all cached blocks with these hashes."""
         names = [make_block_hash_with_group_id(BlockHash(name), group) for name in dict.fromkeys(block_hashes)]
         return [copy for name in names for copy in cached_blocks(self._pool, name)]
 
-    def _saved_first(self, append: "Callable[[list[KVCacheBlock]], None]") -> Callable[..., None]:
+    def _append(self, append_n: "Callable[[list[KVCacheBlock]], None]", blocks: "list[KVCacheBlock]") -> None:
         """Put freed blocks that are saved before unsaved ones in the queue. vLLM would append all cached blocks."""
-
-        def append_n(blocks: "list[KVCacheBlock]") -> None:
-            saved = [block for block in blocks if block.block_id in self._saved]
-            append([block for block in blocks if block.block_id not in self._saved] if saved else blocks)
-            self._insert(saved)
-
-        return append_n
+        saved = [block for block in blocks if block.block_id in self._saved]
+        append_n([block for block in blocks if block.block_id not in self._saved] if saved else blocks)
+        self._insert(saved)
 
     def _insert(self, blocks: "Sequence[KVCacheBlock]") -> None:
         """Link saved blocks into the free queue, behind earlier saved blocks."""
@@ -887,20 +808,17 @@ def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], Non
     name = "vllm.model_executor.model_loader.utils.initialize_model"
     theirs, is_inner = utils.initialize_model, False
 
-    def watched(initialize: Any) -> Any:
-        def initialize_watched(vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> Any:
-            nonlocal is_inner
-            if is_inner:
-                return initialize(vllm_config, *args, **kwargs)
-            is_inner = True
-            try:
-                model = initialize(vllm_config, *args, **kwargs)
-            finally:
-                is_inner = False
-            made(vllm_config, kwargs.get("model_config") or vllm_config.model_config, model)
-            return model
-
-        return initialize_watched
+    def watched(initialize: Any, vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_inner
+        if is_inner:
+            return initialize(vllm_config, *args, **kwargs)
+        is_inner = True
+        try:
+            model = initialize(vllm_config, *args, **kwargs)
+        finally:
+            is_inner = False
+        made(vllm_config, kwargs.get("model_config") or vllm_config.model_config, model)
+        return model
 
     package = utils.__name__.rpartition(".")[0]
     for module in list(sys.modules.values()):  # each loader's module has imported the function by its name
@@ -929,19 +847,3 @@ def pin(memory: "torch.Tensor") -> None:
     from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
     pin_tensor(memory)
-
-
-def unpin(memory: "torch.Tensor") -> None:
-    """Undo `pin` of the same memory. Raises RuntimeError."""
-    import torch
-
-    error = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-    if error.value != 0:
-        raise RuntimeError(f"cudaHostUnregister failed: {error}")
-
-
-def leave_captures_alone() -> None:
-    """Let this thread call CUDA during another thread's capture of a graph."""
-    from cuda.bindings import runtime
-
-    runtime.cudaThreadExchangeStreamCaptureMode(runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)

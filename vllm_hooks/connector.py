@@ -1,8 +1,11 @@
 """KV connector that vLLM loads: passes each call on to the scheduler half or the worker half of this process."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -10,27 +13,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.forward_context import ForwardContext
 from vllm.logger import init_logger
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 from manthan.vllm_hooks.support import check_supported
 from manthan.vllm_hooks.telemetry.metrics import ManthanPromMetrics, ManthanStats
 from manthan.vllm_hooks.worker.half import WorkerHalf
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
 logger = init_logger("vllm.manthan")
 
@@ -49,7 +47,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     Raises: UnsupportedError for a model or a setting of vLLM that Manthan does not support.
     """
 
-    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config)
         self._is_broken = False
@@ -90,7 +88,6 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             return otherwise
 
     def _try(self, call: Callable[..., T], *args: Any, otherwise: U) -> T | U:
-        """Return the answer of `call`, or `otherwise` if it raises."""
         try:
             return call(*args)
         except Exception:
@@ -109,16 +106,16 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler half -------------------------------------------------------------------------------
 
-    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self.scheduler.bind(gpu_block_pool)
 
-    def on_new_request(self, request: "Request") -> None:
+    def on_new_request(self, request: Request) -> None:
         self._ask(self.scheduler.new_request, request, otherwise=None)
 
-    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._ask(self.scheduler.match, request, num_computed_tokens, otherwise=(0, False))
 
-    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if num_external_tokens:
             group = self.scheduler.groups.main.index
             ids = blocks.get_block_ids()[group]
@@ -126,10 +123,10 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             self._promised[request.request_id] = self._try(self.scheduler.loaded_into, *told, otherwise=ids)
         self._ask(self.scheduler.allocated, request, blocks, num_external_tokens, otherwise=None)
 
-    def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         return self._ask(self.scheduler.sources, request, num_external_tokens, otherwise={})
 
-    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ManthanMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ManthanMetadata:
         scheduled = scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
         metadata = self._ask(self.scheduler.step, *scheduled, otherwise=None)
         if metadata is not None:
@@ -140,7 +137,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         failed, self._promised = self._promised, {}
         return ManthanMetadata(tokens=scheduled[0], failed=failed)
 
-    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if isinstance(report := connector_output.kv_connector_worker_meta, ManthanWorkerMetadata):
             for name in report.errors:
                 self._count(name)
@@ -148,12 +145,12 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             if self._is_broken:
                 self._try(self.scheduler.drain, report, otherwise=None)
 
-    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._promised.pop(request.request_id, None)
         return False, self._ask(self.scheduler.finished, request, len(block_ids), otherwise=None)
 
     def request_finished_all_groups(
-        self, request: "Request", block_ids: tuple[list[int], ...]
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[self.scheduler.groups.main.index])
 
@@ -166,29 +163,29 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             not self._is_broken and self.scheduler.driver.prefetcher.load is not None
         )  # it gives its blocks back soon
 
-    def take_events(self) -> "Iterable[KVCacheEvent]":
+    def take_events(self) -> Iterable[KVCacheEvent]:
         return self._ask(self.scheduler.take_events, otherwise=())
 
     def reset_cache(self) -> bool:
         self._ask(self.scheduler.reset, otherwise=None)
         return True
 
-    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.role is not KVConnectorRole.SCHEDULER:
             return None
         return self._try(self.scheduler.telemetry.take, otherwise=None)
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats":
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
         return ManthanStats(data=data or {})
 
     @classmethod
-    def build_prom_metrics(cls, *args: Any) -> "KVConnectorPromMetrics":
+    def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics:
         return ManthanPromMetrics(*args)
 
     # -- worker half ----------------------------------------------------------------------------------
 
-    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker.register_kv_caches(kv_caches)
 
     def unregister_kv_caches(self) -> None:
@@ -203,7 +200,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             if each is not None:
                 self._try(each.begin_step, self._metadata, otherwise=None)
 
-    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata, engine = self._metadata, self.worker.engine
         engine.fail_requests(metadata.failed)
         if self._try(engine.submit_loads, metadata, otherwise=False) is False:
@@ -212,7 +209,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: vLLM computes a request only after its load has ended, so that no layer waits."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: stores read whole blocks after the step, not layer by layer."""
 
     def wait_for_save(self) -> None:

@@ -10,22 +10,20 @@ import msgspec
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
+    ExternalBlockHash,
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
     to_event_extra_keys,
 )
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+from vllm.v1.kv_cache_interface import KVCacheConfig, get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from vllm.v1.kv_offload.base import Locality
+from vllm.v1.request import Request
 
 from manthan.manager.events import BlocksDropped, BlocksSaved, Event
 from manthan.manager.pool import BlockName
 from manthan.manager.session.manager import SessionManager
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import ExternalBlockHash
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
-
     from manthan.manager.session.blocks import Rows
     from manthan.vllm_hooks.groups import Groups, Part
 
@@ -56,7 +54,7 @@ class Note(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class KvEvents:
     """KV events of an engine's saved blocks, which are all in tier `place`. Subscribes to the engine's events."""
 
-    def __init__(self, manager: SessionManager, groups: "Groups", kv_cache_config: "KVCacheConfig", place: str) -> None:
+    def __init__(self, manager: SessionManager, groups: "Groups", kv_cache_config: KVCacheConfig, place: str) -> None:
         self.notes: dict[BlockName, bytes] = {}
         """Packed notes by group and hash. A journal adds the notes of an earlier engine's blocks.
 
@@ -88,7 +86,7 @@ class KvEvents:
 
     # -- requests -------------------------------------------------------------------------------------
 
-    def remember(self, request: "Request", blocks: int, parts: "Iterable[Part]" = ()) -> None:
+    def remember(self, request: Request, blocks: int, parts: "Iterable[Part]" = ()) -> None:
         """Note what events say of the request's first blocks and of `parts`, if sessions have these blocks."""
         size = self._specs[self._main].block_size
         self._remember(request, self._main, [(at * size, (at + 1) * size) for at in range(blocks)])
@@ -96,7 +94,7 @@ class KvEvents:
             if self._specs[part.group].block_size != size:
                 self._remember(request, part.group, [(part.first_token, part.end)])
 
-    def _remember(self, request: "Request", group: int, spans: Sequence[tuple[int, int]]) -> None:
+    def _remember(self, request: Request, group: int, spans: Sequence[tuple[int, int]]) -> None:
         """Note blocks of a group. spans: first token and end of each."""
         spans = [span for span in spans if (group, self._hash_at(request, span[1])) not in self.notes]
         hashes = [self._hash_at(request, end) for _, end in spans]
@@ -109,7 +107,7 @@ class KvEvents:
                 for at in ((rows >= 0) & self._blocks.is_saved(rows)).nonzero()[0].tolist():
                     self._changed[other, hashes[at]] = int(self._blocks.depth[rows[at]])
 
-    def _note(self, request: "Request", first: int, end: int) -> bytes:
+    def _note(self, request: Request, first: int, end: int) -> bytes:
         extra_keys, _ = generate_block_hash_extra_keys(request, first, end, 0)
         told = to_event_extra_keys([extra_keys] if extra_keys else None)
         lora = request.lora_request
@@ -118,7 +116,7 @@ class KvEvents:
         tokens = list(request.all_token_ids[first:end])
         return msgspec.msgpack.encode(Note(parent, tokens, list(told[0] or ()) if told else None, source))
 
-    def _hash_at(self, request: "Request", end: int) -> "BlockHash":
+    def _hash_at(self, request: Request, end: int) -> "BlockHash":
         return request.block_hashes[end // self._groups.hash_tokens - 1]
 
     def _find_rows(self, group: int, hashes: Sequence[bytes]) -> "Rows":
@@ -219,5 +217,5 @@ def _by_group(names: Iterable[BlockName]) -> dict[int, list[bytes]]:
     return by_group
 
 
-def _told_hash(block_hash: bytes) -> "ExternalBlockHash":
+def _told_hash(block_hash: bytes) -> ExternalBlockHash:
     return maybe_convert_block_hash(BlockHash(block_hash))

@@ -13,7 +13,7 @@ from manthan.codec.block import Scales
 from manthan.codec.gpu.paged import DTYPES
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.transfer import Transfer
-from manthan.vllm_hooks.compat import skipped_tokens
+from manthan.vllm_hooks.compat import manager_of
 from manthan.vllm_hooks.settled import AS_THEY_ARE
 from manthan.vllm_hooks.support import DS_MLA, E4M3, FP8, Latents, UnsupportedError, blocks_computed_again, is_packed
 from manthan.vllm_hooks.transfer_config import from_vllm_config
@@ -256,7 +256,7 @@ class PointGroup(NamedTuple):
     def needed(self, tokens: int) -> Iterator[Part]:
         """Yield the blocks that a resume point at `tokens` tokens needs, the same that vLLM allocates for a load."""
         size = self.group.tokens
-        start = skipped_tokens(self.group.spec, tokens) // size
+        start = manager_of(self.group.spec).get_num_skipped_tokens(tokens) // size
         return (Part(self.group.index, at, at * size, (at + 1) * size) for at in range(start, tokens // size))
 
 

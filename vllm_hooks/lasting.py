@@ -172,12 +172,8 @@ class DiskBooks:
         is_reader = not config.tiers.is_shared and reads_others(vllm_config, sharding)
         self._counts = {self._shards, *(counts_in(root / name) if is_reader else ())}
         for other, nbytes in remove_others(root, name, self._counts).items():
-            logger.warning(
-                "Manthan: %s in %s is of another model or configuration, and is removed: %s",
-                other,
-                root,
-                human_bytes(nbytes),
-            )
+            said = f"{other} in {root} is of another model or configuration, and is removed: {human_bytes(nbytes)}"
+            logger.warning("Manthan: %s", said)
 
     def link(
         self, manager: SessionManager, fronts: Sequence[FrontTier], notes: MutableMapping[BlockName, bytes] | None
@@ -200,15 +196,9 @@ class DiskBooks:
         found = link.adopt(whole, began, others, inner)
         if found.written or found.dropped:
             logger.info(
-                "Manthan: %d of %d sessions of an earlier server are cold again: %d blocks (%s) in %s, in %.1f s; "
-                "%d blocks that none of them needs are dropped.",
-                found.sessions,
-                found.written,
-                found.blocks,
-                human_bytes(found.nbytes),
-                self._folder,
-                time.monotonic() - began,
-                found.dropped,
+                f"Manthan: {found.sessions} of {found.written} sessions of an earlier server are cold again: "
+                f"{found.blocks} blocks ({human_bytes(found.nbytes)}) in {self._folder}, in "
+                f"{time.monotonic() - began:.1f} s; {found.dropped} blocks that none of them needs are dropped."
             )
 
     def _left(self, count: int) -> dict[BlockName, int]:

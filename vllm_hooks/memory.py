@@ -122,7 +122,6 @@ def _renamed(codec: CodecConfig, name: str) -> CodecConfig:
 
 
 def _all_exact(shape: GroupShape, group: "KvCacheGroup", shards: Shards) -> GroupShape:
-    """Return the sizes of blocks with exact tokens only."""
     whole = shards.stored * shards.room(block_format(EXACT, group).max_nbytes(group.states))
     return replace(shape, typical=0, bounds=dict.fromkeys({*shape.bounds, shape.tokens}, whole))
 

@@ -12,7 +12,7 @@ from manthan.manager.config.model import FIELDS, FLAGS
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError
 from manthan.manager.tiers.sealed import keys_of
 from manthan.vllm_hooks.compat import before_engine, extend_engine_args, register_connector, watch_models
-from manthan.vllm_hooks.http.hints import PARAMS, checked
+from manthan.vllm_hooks.http.hints import checked
 from manthan.vllm_hooks.lasting import check_disk, check_redis
 from manthan.vllm_hooks.settled import settle_codec
 from manthan.vllm_hooks.support import UnsupportedError, check_supported
@@ -101,7 +101,7 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         share_memory(vllm_config)
         set_gpu_memory_aside(vllm_config)
         leave_time_to_drain(vllm_config)
-    before_engine(checked, PARAMS)
+    before_engine(checked)
 
 
 def add_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":

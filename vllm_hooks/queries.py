@@ -116,7 +116,7 @@ class Queries:
                 session_bytes=usage.unsaved_blocks * shape.pool_nbytes,
             ),
             sessions=self._listing.states(bound),
-            token_s=half.token_s,
+            token_s=None if half.limit is None else half.limit.token_s,
             totals=half.telemetry.totals,
         )
 

@@ -10,19 +10,17 @@ import random
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.v1.request import Request
 
 from manthan.manager.pool import Asker
 from manthan.vllm_hooks.compat import ask_cores
 from manthan.vllm_hooks.queries import METHOD
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.request import Request
 
 logger = init_logger("vllm.manthan")
 
@@ -54,7 +52,7 @@ class Rechecks:
     that no client can name such a request.
     """
 
-    def __init__(self, vllm_config: "VllmConfig", is_on: bool) -> None:
+    def __init__(self, vllm_config: VllmConfig, is_on: bool) -> None:
         model = vllm_config.model_config
         self._top = TOP if model.max_logprobs < 0 else min(TOP, model.max_logprobs)
         self._is_on = is_on and self._top > 0 and model.logprobs_mode.endswith("logprobs")
@@ -90,7 +88,7 @@ class Rechecks:
         self._quiet_from = time.monotonic() + QUIET_S
         return False
 
-    def offer(self, request: "Request", asker: Asker, hashes: Sequence[bytes], least: int) -> None:
+    def offer(self, request: Request, asker: Asker, hashes: Sequence[bytes], least: int) -> None:
         """Remember one of `EVERY` ended requests with a lossy restore, if nothing but tokens decides the answer."""
         prompt = request.prompt_token_ids
         is_plain = request.prompt_embeds is None and not (request.lora_request or request.mm_features)

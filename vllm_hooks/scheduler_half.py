@@ -12,11 +12,19 @@ from functools import partial
 from itertools import groupby
 from math import inf
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import Request
 
 from manthan.codec.registry import finer_codecs, needs_profile
 from manthan.manager.config.profiles import CALIBRATED
@@ -34,11 +42,11 @@ from manthan.manager.session.table import SessionState, Shares
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.tiers.redis_schema import FALL
 from manthan.manager.transfer import on_each
-from manthan.vllm_hooks.compat import Core, VllmPool, replace_waiting, tokens_to_load, watch_lookups
+from manthan.vllm_hooks.compat import Core, Lookups, VllmPool, replace_waiting, tokens_to_load, under_construction
 from manthan.vllm_hooks.events import KvEvents
 from manthan.vllm_hooks.fingerprint import namespace_of
 from manthan.vllm_hooks.groups import Part, config_for, on_all_ranks
-from manthan.vllm_hooks.http.hints import PARAMS, answer_to, decoded_elsewhere, hints_of, tenant_of
+from manthan.vllm_hooks.http.hints import answer_to, decoded_elsewhere, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.lasting import DiskBooks, make_sessions
 from manthan.vllm_hooks.memory import Shards, memory_shapes
@@ -58,16 +66,6 @@ from manthan.vllm_hooks.worker.capacity import fast_tiers, room_in, usable_nbyte
 from manthan.vllm_hooks.worker.half import get_ready, groups_of_worker
 from manthan.vllm_hooks.worker.weights import loaded_digest, loads, weights_state
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.kv_cache_utils import BlockHash
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
-
 logger = init_logger("vllm.manthan")
 
 SOURCES = {
@@ -79,7 +77,7 @@ SOURCES = {
 """vLLM's name for the origin of loaded KV, by tier. vLLM has no name for a store on a network."""
 
 
-def _ending(request: "Request") -> str:
+def _ending(request: Request) -> str:
     """Return the stop token of an answer, or else the last token before the end of sequence; empty if it was cut off.
 
     It tells kinds of answers apart: a tool call ends with another token than a text.
@@ -96,7 +94,7 @@ class SchedulerHalf:
         ask: calls a method of this class; see `ManthanConnector._ask`.
     """
 
-    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", ask: Callable[..., Any]) -> None:
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ask: Callable[..., Any]) -> None:
         self._vllm_config, self.ask = vllm_config, ask
         abort_at_shutdown(vllm_config)
         self._core = Core(self)
@@ -111,10 +109,10 @@ class SchedulerHalf:
         kept = sharding.kept(vllm_config)
         self._storing = kept.shards
         shards = Shards(self._ranks, room_in(config), can_trim, kept.copies)
-        self._shapes = memory_shapes(config.codec, self.groups, shards, profile)
-        self._shape = self._shapes[0]
+        shapes = memory_shapes(config.codec, self.groups, shards, profile)
         self._capacity = partial(usable_nbytes, vllm_config, config.tiers, self._storing)
-        capacity = self._capacity(self._shape)
+        self._choices = [Choice(shape, self._capacity(shape)) for shape in shapes]
+        self._shape, capacity = self._choices[0]
         check_capacity(config, self._shape, capacity)
         shared = config.tiers.is_shared
         if shared and not self.groups.is_even:
@@ -132,8 +130,7 @@ class SchedulerHalf:
                 )
             namespace = namespace_of(vllm_config, config, self.groups, weights.pop())
         owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"  # the engine's name
-        self._salts = salts_of(config)
-        self._core.prepare_requests(self._salts.of, PARAMS, lasting)
+        self._core.prepare_requests(salts_of(config), lasting)
         chosen = choose_policy(config.policy)
         shares = Shares(config.tiers.pinned_share, config.tenants.shares)
         self.manager = SessionManager(
@@ -173,7 +170,7 @@ class SchedulerHalf:
         self._requests: dict[str, Request] = {}
         self._waiting: ReturnsFirstQueue | None = None
         """The scheduler's waiting requests; None if vLLM's own queue is left in place."""
-        self._limit: StepLimit | None = None
+        self.limit: StepLimit | None = None
         """Limits on a step's tokens; None for vLLM's own."""
         self._resident: dict[str, int] = {}
         """Number of resident blocks, by id of a request that was matched and has no blocks allocated yet."""
@@ -204,31 +201,30 @@ class SchedulerHalf:
             notes = None if self._events is None else self._events.notes
             self._journal = self._books.link(self.manager, self._fronts, notes)
 
-    def bind(self, pool: "BlockPool") -> None:
+    def bind(self, pool: BlockPool) -> None:
         """Make the driver, now that vLLM has made its block pool."""
+        scheduler = under_construction(Scheduler)
         if self.config.ordering == "returns":
-            scheduling = self._vllm_config.scheduler_config
+            scheduling = scheduler.scheduler_config
             waiting = ReturnsFirstQueue(
                 scheduling.max_num_batched_tokens,
                 scheduling.policy == "priority",
                 self.config.admission_s,
                 pool.get_num_free_blocks,
             )
-            scheduler = replace_waiting(waiting)
-            if scheduler is not None:
+            if replace_waiting(scheduler, waiting):
                 self._waiting = waiting
                 self.telemetry.passed = lambda: waiting.passed(time.time())
                 if scheduling.enable_chunked_prefill and not scheduling.disable_chunked_mm_input:
                     largest = max(group.tokens for group in self.groups.stored)
-                    self._limit = StepLimit(scheduler, waiting, largest)
+                    self.limit = StepLimit(scheduler, waiting, largest)
         event = None if self._events is None else self._events.event
         block_tokens = {each.group.index: each.group.tokens for each in self.groups.at_points}
         self.pool = VllmPool(pool, self._group, block_tokens | {self._group: self._block_size}, event)
         self.guard: Guard | None = None
         if (codec := self.config.codec).guard:
             tell_guard(codec.name, [codec.name, *finer_codecs(codec.name)][-1])
-            choices = [Choice(shape, self._capacity(shape)) for shape in self._shapes]
-            self.guard = Guard(self.manager, choices, self._ranks)
+            self.guard = Guard(self.manager, self._choices, self._ranks)
         self.driver = Driver(
             self.manager,
             self.pool,
@@ -245,7 +241,7 @@ class SchedulerHalf:
         )
         if self._books is not None and self._journal is not None:
             self._books.adopt(self._journal)
-        watch_lookups(pool, self.pool.marks, self)
+        Lookups(scheduler.kv_cache_manager, self.pool.marks, self)
         self._core.ask(get_ready)  # vLLM has warmed up
         try:
             self._weights = self._core.ask(weights_state)
@@ -255,18 +251,18 @@ class SchedulerHalf:
         if self._redis is not None:
             self._redis.start()
 
-    # -- vLLM's local prefix cache; see `watch_lookups` ----------------------------------------------
+    # -- vLLM's local prefix cache; see `Lookups` ----------------------------------------------------
 
-    def asker(self, request: "Request") -> Asker | None:
+    def asker(self, request: Request) -> Asker | None:
         """Return the asker of the request; None for exact KV only."""
         return self.rechecks.asker(request.request_id) or self.driver.asker(request.request_id)
 
-    def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
+    def found(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Note the blocks that vLLM has found for the request in its prefix cache, by KV cache group."""
         self.driver.hits(request.request_id, block_ids)
         self._found.add(request.request_id)
 
-    def computed(self, request: "Request", block_ids: Sequence[int]) -> bool:
+    def computed(self, request: Request, block_ids: Sequence[int]) -> bool:
         """Mark blocks of the request as vLLM enters them into its prefix cache.
 
         Return False for a recheck's blocks: if lossy, they serve nobody.
@@ -284,7 +280,7 @@ class SchedulerHalf:
 
     # -- requests -------------------------------------------------------------------------------------
 
-    def new_request(self, request: "Request") -> None:
+    def new_request(self, request: Request) -> None:
         if self.rechecks.began(request.request_id):
             return
         hints, prompt, tail = hints_of(request), request.prompt_token_ids, None
@@ -306,7 +302,7 @@ class SchedulerHalf:
         if self._waiting is not None:
             self._waiting.update(request, self._to_compute(request))
 
-    def _to_compute(self, request: "Request") -> int:
+    def _to_compute(self, request: Request) -> int:
         """Return the number of a request's tokens neither resident nor saved. O(log n).
 
         The number is an estimate if a session lost blocks before the last one.
@@ -338,7 +334,7 @@ class SchedulerHalf:
             if (request := waiting.get(request_id)) is not None:
                 waiting.update(request, self._to_compute(request))
 
-    def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
+    def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return the number of tokens to load behind the first `computed`, and True if the load is asynchronous.
 
         None asks vLLM to call again soon. All loads are asynchronous, because vLLM would compute with the blocks of a
@@ -354,11 +350,10 @@ class SchedulerHalf:
         self._resident[request.request_id] = resident
         return blocks * self._block_size, blocks > 0
 
-    def _blocks(self, request: "Request") -> int:
-        """Most blocks of all groups for the request's tokens."""
+    def _blocks(self, request: Request) -> int:
         return self.groups.held(request.num_tokens, self._vllm_config.max_in_flight_tokens)
 
-    def allocated(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
+    def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """Note the blocks that vLLM has allocated, and load `tokens` tokens behind the resident blocks."""
         is_new = request.request_id in self._resident  # else the load has ended
         resident = self._resident.pop(request.request_id, 0)
@@ -386,7 +381,7 @@ class SchedulerHalf:
             if self.telemetry.traces is not None:
                 self.telemetry.traces.restoring(request.request_id, list(self._tiers(request.request_id, tokens)))
 
-    def _handed(self, request_id: str, blocks: "KVCacheBlocks", decoded: float) -> None:
+    def _handed(self, request_id: str, blocks: KVCacheBlocks, decoded: float) -> None:
         """Mark blocks loaded by another connector. The prompt's first `decoded` tokens may be decoded KV."""
         sizes = {group.index: group.tokens for group in self.groups.stored}
         first, behind = ([list[int]() for _ in blocks.blocks] for _ in range(2))
@@ -402,7 +397,7 @@ class SchedulerHalf:
         resident = self._resident.get(request_id, 0)
         return block_ids[resident : resident + tokens // self._block_size]
 
-    def sources(self, request: "Request", tokens: int) -> dict[CacheHitSource, int]:
+    def sources(self, request: Request, tokens: int) -> dict[CacheHitSource, int]:
         """Number of the request's `tokens` tokens to load, by origin."""
         return {SOURCES[tier]: count for tier, count in self._tiers(request.request_id, tokens).items()}
 
@@ -429,7 +424,7 @@ class SchedulerHalf:
         counts = {names[0]: tokens - sum(behind.values())} | behind
         return {tier: count for tier, count in counts.items() if count}
 
-    def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
+    def finished(self, request: Request, blocks: int) -> dict[str, Any] | None:
         """Note the end of a request that has `blocks` blocks. Return the answer to the client's hints."""
         self._resident.pop(request.request_id, None)
         if self.rechecks.ended(request.request_id):
@@ -440,8 +435,8 @@ class SchedulerHalf:
                     self.pool.release(group.index, request.block_hashes[step - 1 :: step])
             return None
         self._requests.pop(request.request_id, None)
-        if self._limit is not None and not self._requests:
-            self._limit.rest()
+        if self.limit is not None and not self._requests:
+            self.limit.rest()
         prompt = min(request.num_prompt_tokens, request.num_computed_tokens)
         anew = max(0, prompt - self.driver.found(request.request_id))
         computed = min(blocks, request.num_computed_tokens // self._block_size)
@@ -466,7 +461,7 @@ class SchedulerHalf:
         self.telemetry.ended(request, outcome, anew)
         return answer_to(hints_of(request), outcome)
 
-    def _entered(self, keys: "Sequence[BlockHash]") -> int:
+    def _entered(self, keys: Sequence[BlockHash]) -> int:
         """Return how many first blocks of `keys` are in vLLM's prefix cache, which may lack the last ones.
 
         vLLM enters blocks when it schedules the next step. The last blocks are missing if tokens of a draft filled them
@@ -479,7 +474,7 @@ class SchedulerHalf:
                 entered -= 1
         return entered
 
-    def _keys(self, request: "Request") -> "Sequence[BlockHash]":
+    def _keys(self, request: Request) -> Sequence[BlockHash]:
         """Return the hashes of a request's blocks of the main group, at the blocks' ends."""
         step = self._hashes_a_block
         return request.block_hashes if step == 1 else request.block_hashes[step - 1 :: step]
@@ -488,7 +483,7 @@ class SchedulerHalf:
         """Yield group and position of each block of further groups needed behind the first `depth` blocks."""
         return ((part.group, part.at) for part in self.groups.parts(depth))
 
-    def _key_of(self, part: Part, request: "Request") -> bytes:
+    def _key_of(self, part: Part, request: Request) -> bytes:
         return request.block_hashes[part.end // self.groups.hash_tokens - 1]
 
     def recheck(self) -> dict[str, Any] | None:
@@ -530,8 +525,8 @@ class SchedulerHalf:
                 self.driver.cached(request.request_id, request.num_computed_tokens // self._block_size)
         work = self.driver.step(taken, now)
         self._reorder()
-        if self._limit is not None:
-            self._limit.begin(scheduled_tokens, now, len(self._requests))
+        if self.limit is not None:
+            self.limit.begin(scheduled_tokens, now, len(self._requests))
         place, self._place = self._place, None
         self._set_deadline()
         return ManthanMetadata(
@@ -599,15 +594,12 @@ class SchedulerHalf:
         if now < self._drained_at:
             return self.driver.has_work
         if self._drained_at and self.manager.saving:
-            logger.warning(
-                "Manthan: %d sessions were not saved within tiers.drain_s, %g s.",
-                len(self.manager.saving),
-                tiers.drain_s,
-            )
+            left = len(self.manager.saving)
+            logger.warning(f"Manthan: {left} sessions were not saved within tiers.drain_s, {tiers.drain_s:g} s.")
         self._drained_at = 0.0  # vLLM asks again
         return False
 
-    def take_events(self) -> "Sequence[KVCacheEvent]":
+    def take_events(self) -> Sequence[KVCacheEvent]:
         """Return KV events for the blocks saved and dropped since the last call."""
         return () if self._events is None else self._events.take()
 
@@ -648,18 +640,9 @@ class SchedulerHalf:
         self._reorder()
 
     @property
-    def token_s(self) -> float | None:
-        """Seconds per token of a full step; None if unknown."""
-        return None if self._limit is None else self._limit.token_s
-
-    @property
     def is_out_of_use(self) -> bool:
         """True while the engine sleeps."""
         return self._core.is_asleep
-
-    def adapter_loaded(self, adapter: "LoRARequest") -> None:
-        """Note the content of a LoRA adapter's files, which workers are about to read."""
-        self._salts.adapters.content(adapter)
 
     def paused(self, drops: bool) -> None:
         """Note that the engine is paused. drops: True to drop cold sessions at the next request."""

@@ -1,8 +1,9 @@
 """Choice of an engine's codec, made once before vLLM starts processes, so that all of them have the same."""
 
 import logging
+import subprocess
+import sys
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,6 @@ from manthan.vllm_hooks.support import Latents, has_draft, is_packed
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, is_on_gpu, settings
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.manthan")
@@ -29,6 +28,15 @@ CALIBRATES = "manthan_profile_to_make"
 cannot be compiled, and the path of a profile to make from traffic; each empty if there is none."""
 PROBE_S = 60.0
 """Most seconds to compile a kernel, to see if the compiler works."""
+PROBE = """
+import sys
+try:
+    from manthan.codec.gpu.nvrtc import cubin
+    cubin('extern "C" __global__ void nothing() {}', sys.argv[1])
+except Exception as error:
+    sys.exit(str(error))
+"""
+"""Program that compiles an empty kernel. Its error goes to standard error."""
 AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
 """Values of `codec` for blocks that are kept bit for bit."""
 
@@ -51,13 +59,9 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
         extra[DIGEST] = ""
         return
     if has_draft(vllm_config):
-        asked = without_profile(
-            asked, ", but --speculative-config has a draft, whose layers a profile does not know: use"
-        )
+        asked = without_profile(asked, "--speculative-config has a draft, whose layers a profile does not know")
     if (stages := parallel.pipeline_parallel_size) > 1:
-        asked = without_profile(
-            asked, f", but --pipeline-parallel-size is {stages}, and a profile is of all layers: use"
-        )
+        asked = without_profile(asked, f"--pipeline-parallel-size is {stages}, and a profile is of all layers")
     ranks = parallel.tensor_parallel_size
     chosen = choose_codec(asked, model.model, ranks, has_latents=model.use_mla, revision=model.revision)
     latent = Latents.of(vllm_config).numbers
@@ -111,39 +115,21 @@ def kernel_fault() -> str:
 
 def _compiled(architecture: str) -> str:
     """Compile an empty kernel in a separate process. Return the reason for a failure; empty for none."""
-    forks = get_context("fork")
-    answers, answer = forks.Pipe(duplex=False)
+    command = [sys.executable, "-c", PROBE, architecture]
     try:
-        process = forks.Process(target=_compile, args=(architecture, answer), name="manthan-probe", daemon=True)
-        process.start()
-        answer.close()
-        fault = str(answers.recv()) if answers.poll(PROBE_S) else f"the compiler did not end in {PROBE_S:g} s"
-        process.kill()
-        process.join()
-    except (OSError, EOFError, AssertionError) as error:  # no process can be started, or the process has died
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S)
+    except subprocess.TimeoutExpired:
+        return f"the compiler did not end in {PROBE_S:g} s"
+    except OSError as error:
         return f"{type(error).__name__}: {error}"
-    return fault
-
-
-def _compile(architecture: str, answer: "Connection") -> None:
-    from manthan.codec.gpu.nvrtc import cubin
-
-    try:
-        cubin('extern "C" __global__ void nothing() {}', architecture)
-    except Exception as error:  # also the error of a library that cannot be loaded
-        answer.send(" ".join(str(error).split()))
-    else:
-        answer.send("")
+    return " ".join(done.stderr.split()) or f"its exit status is {done.returncode}" if done.returncode else ""
 
 
 def without_profile(asked: CodecConfig, why: str) -> CodecConfig:
-    """Return the codec to use when no profile can be used. Raises ConfigError if the configuration requires one.
-
-    why: completes the sentence "codec.profile is X ... auto or wht-5x", from the comma to "use".
-    """
+    """Return the codec to use when no profile can be used. Raises ConfigError if the configuration requires one."""
     if needs_profile(asked.name) or asked.profile:
         what = f"codec.profile is {asked.profile}" if asked.profile else f"codec.name is {asked.name}"
-        raise ConfigError(f"{what}{why} {AUTO} or {PLAIN}")
+        raise ConfigError(f"{what}, but {why}: use {AUTO} or {PLAIN}")
     return asked.model_copy(update={"name": PLAIN if asked.name == AUTO else asked.name})
 
 

@@ -100,11 +100,12 @@ def is_on(config: "VllmConfig | EngineArgs | Namespace") -> bool:
 
 def settings(config: "VllmConfig | Namespace") -> dict[str, Any]:
     """Return the dict of Manthan's settings inside vLLM's configuration, which may be changed. Manthan must be on."""
-    for entry in _own(config.kv_transfer_config):
-        found: dict[str, Any] = entry.setdefault("kv_connector_extra_config", {})
-        return found
-    assert config.kv_transfer_config is not None
-    found = config.kv_transfer_config.kv_connector_extra_config
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    own = _own(transfer)
+    found: dict[str, Any] = (
+        own[0].setdefault("kv_connector_extra_config", {}) if own else transfer.kv_connector_extra_config
+    )
     return found
 
 

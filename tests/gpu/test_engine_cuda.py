@@ -42,7 +42,7 @@ class World:
             Slab.on_device(device_blocks * whole, self.codec.device) if device_blocks else None,
             Slab.pinned(host_blocks * whole, self.codec.device) if host_blocks else None,
         )
-        self.engine = CudaEngine({GROUP: self.codec}, self.tiers, forms=FORMS)
+        self.engine = CudaEngine({GROUP: [self.codec]}, self.tiers, forms=FORMS)
         self.right = {(block, exact): self._restored(block, exact) for block in range(SOURCES) for exact in FORMS}
 
     def numbers(self, block: int) -> torch.Tensor:

@@ -59,7 +59,7 @@ class World:
     def __init__(self, codec: PagedCodec, ram_nbytes: int, secondary: Tier | None, keeps: bool = True) -> None:
         self.codec, self.device = codec, codec.device
         tiers = Slabs(None, Slab.pinned(ram_nbytes, codec.device))
-        self.engine = CudaEngine({GROUP: codec}, tiers, forms=(0, EXACT, TOKENS), secondary=secondary, keeps=keeps)
+        self.engine = CudaEngine({GROUP: [codec]}, tiers, forms=(0, EXACT, TOKENS), secondary=secondary, keeps=keeps)
         self.keys = [bytes([n]) * 32 for n in range(SOURCES)]
         self.tokens = 8 * TOKENS + EXACT
         """Exact ones, of the whole."""

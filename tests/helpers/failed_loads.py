@@ -11,6 +11,7 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+import torch
 import vllm_engine
 from scripts import answer
 from stepped_engine import ASYNC, SteppedEngine, evict
@@ -54,7 +55,7 @@ class FailedLoads(SteppedEngine):
             self.core.step_fn = self.core.step_with_batch_queue
         self.path: Any = self.worker.engine
         [(self.group, self.blocks)] = self.path.blocks.items()
-        self.rows = self.blocks._memory._rows
+        self.rows = [rows.view(torch.uint16).numpy() for rows in self.blocks._memory._rows]
         self.hurt: dict[str, int] = {}
         self.gate = threading.Event()
         self.gate.set()

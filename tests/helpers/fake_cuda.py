@@ -20,7 +20,7 @@ from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, Batch, Paged
 from manthan.codec.gpu.raw import RawPagedCodec
 from manthan.codec.model import ModelFacts
 from manthan.vllm_hooks import compat
-from manthan.vllm_hooks.worker.blocks import DeviceMemory
+from manthan.vllm_hooks.worker.blocks import PagedMemory
 from manthan.vllm_hooks.worker.layout import Layer
 from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 
@@ -309,12 +309,12 @@ def used(tiers: Slabs) -> int:
     return sum(tier.arena.used for tier in tiers.all)
 
 
-def memory_of(layout: PagedLayout) -> DeviceMemory:
+def memory_of(layout: PagedLayout) -> PagedMemory:
     """The layout's cache, as the CPU reads and writes it."""
     head, token, number = np.ogrid[: layout.heads, : layout.tokens, : layout.head_dim]
     at = (head * layout.head_stride + token * layout.token_stride + number).reshape(-1)
     layers = [Layer("", cache, layout.key_at + at, (layout.value_at or 0) + at) for cache in layout.caches]
-    return DeviceMemory(layers, layout.shape)
+    return PagedMemory(layout.shape, layers)
 
 
 def varying_codec(name: str = "klt-8x", **more: Any) -> FormatCodec:

@@ -149,7 +149,7 @@ class Waiting(SteppedEngine):
 
     def short_steps(self) -> dict[str, Any]:
         """The most tokens of a step of one request, and of several after the first, if steps take too long."""
-        limit, report = self.half._limit, {}
+        limit, report = self.half.limit, {}
         limit._least, limit._seconds, limit._tokens = 96, 1e9, 1.0
         for name, count in ("alone", 1), ("together", 3):
             steps = self.count_tokens(count)
@@ -161,7 +161,7 @@ class Waiting(SteppedEngine):
 
     def divided(self) -> dict[str, Any]:
         """How much of a long prompt is computed, in short steps, when a return that came meanwhile gets its blocks."""
-        limit = self.half._limit
+        limit = self.half.limit
         limit._least, limit._seconds, limit._tokens = 96, 1e9, 1.0
         self.scheduler.max_num_scheduled_tokens = 96
         self.add("long", prompt(170, 800), 0.0)

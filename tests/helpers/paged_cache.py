@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.vllm_hooks import memory
 from manthan.vllm_hooks.groups import KvCacheGroup
-from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory
+from manthan.vllm_hooks.worker.blocks import CpuBlocks, PagedMemory
 from manthan.vllm_hooks.worker.layout import probe_layers
 
 LAYERS, HEADS, BLOCKS = 3, 2, 8
@@ -67,13 +67,7 @@ def cpu_blocks(
     group: int = 0,
 ) -> CpuBlocks:
     probed = probe_layers(caches, layers, num_blocks, shape_of(spec))
-    return CpuBlocks(HostMemory(probed, shape_of(spec)), block_format(caches, spec, fingerprint, group))
-
-
-def device_blocks(caches: dict, layers: dict, spec: FullAttentionSpec) -> CpuBlocks:
-    """As where the cache is a GPU's, and the codec runs on the CPU."""
-    probed = probe_layers(caches, layers, BLOCKS, shape_of(spec))
-    return CpuBlocks(DeviceMemory(probed, shape_of(spec)), block_format(caches, spec))
+    return CpuBlocks(PagedMemory(shape_of(spec), probed), block_format(caches, spec, fingerprint, group))
 
 
 def gpu_like(order: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[dict, dict, FullAttentionSpec]:

@@ -23,7 +23,6 @@ from manthan.codec.cpu.numbers import as_floats
 from manthan.manager.events import Event, Restored
 from manthan.manager.session.blocks import Rows
 from manthan.vllm_hooks.worker import half
-from manthan.vllm_hooks.worker.blocks import BesideMemory
 
 Blocks = dict[bytes, NDArray[Any]]
 """Keys with values of paged blocks, [layers, heads, tokens, 2 * head_dim], or all of their bytes, by block hash."""
@@ -73,7 +72,7 @@ class Sessions(SteppedEngine):
     def go_cold(self) -> None:
         """Evict everything, and leave nothing of it in the pool."""
         evict_all(self.engine, self.half)
-        for rows in all_rows(self.blocks._memory):
+        for rows in (*self.blocks._memory._rows, *self.blocks._memory._raw):
             rows[:] = 0
 
     def stored(self, session: str) -> list[Any]:
@@ -141,13 +140,6 @@ class Sessions(SteppedEngine):
         """What the codec has been told of the model."""
         found = self.blocks.format.facts.profile
         self.report["profile"] = None if found is None else found.digest
-
-
-def all_rows(memory: Any) -> list[Any]:
-    """Blocks of each layer, as they lie."""
-    if isinstance(memory, BesideMemory):
-        return [*all_rows(memory._coded), *all_rows(memory._others)]
-    return list(memory._rows)
 
 
 def same_tokens(before: Mapping[Any, NDArray[Any]], after: Mapping[Any, NDArray[Any]]) -> list[int]:

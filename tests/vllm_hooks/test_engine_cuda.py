@@ -55,7 +55,7 @@ class World:
         self.memory = fake_cuda.memory_of(self.codec.layout)
         tiers = [Slab(torch.zeros(nbytes, dtype=torch.uint8)) if nbytes else None for nbytes in place]
         self.tiers = Slabs(*tiers)
-        self.engine = CudaEngine({GROUP: self.codec}, self.tiers, forms=FORMS, secondary=secondary, keeps=keeps)
+        self.engine = CudaEngine({GROUP: [self.codec]}, self.tiers, forms=FORMS, secondary=secondary, keeps=keeps)
 
     def nbytes(self, exact: int) -> int:
         return self.codec.form(exact).nbytes

@@ -10,8 +10,9 @@ from release import Release, fetched
 from small_configs import SMALL, small_config
 from vllm.v1 import kv_cache_interface
 
-from manthan.vllm_hooks.doctor.families import SECTIONS, STORED, families, listed, stored
+from manthan.vllm_hooks.doctor.families import SECTIONS, families, listed, stored
 from manthan.vllm_hooks.doctor.model import planned
+from manthan.vllm_hooks.groups import SPECS
 
 DOCS = Path(__file__).parents[2] / "docs"
 REGISTRY = "vllm.model_executor.models.registry"
@@ -74,8 +75,13 @@ def test_a_class_has_one_line() -> None:
 def test_each_spec_of_vllm_has_an_entry() -> None:
     base = kv_cache_interface.KVCacheSpec
     kinds = [each for each in vars(kv_cache_interface).values() if isinstance(each, type) and issubclass(each, base)]
-    assert {each.__name__ for each in kinds} - NEVER_HELD == {*STORED}
-    assert {stored(each) for family in families().values() for each in family.caches} <= {*STORED.values()}
+    assert {each.__name__ for each in kinds} - NEVER_HELD == {*SPECS}
+    assert {stored(each) for family in families().values() for each in family.caches} <= {
+        "coded",
+        "bytes",
+        "refused",
+        "",
+    }
 
 
 def test_the_document_is_what_the_list_says() -> None:

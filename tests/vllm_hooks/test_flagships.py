@@ -47,7 +47,7 @@ from manthan.vllm_hooks.doctor.families import families
 from manthan.vllm_hooks.groups import Context, KvCacheGroup, groups_of, on_all_ranks
 from manthan.vllm_hooks.memory import block_format, block_shape
 from manthan.vllm_hooks.support import Latents
-from manthan.vllm_hooks.worker.blocks import CpuBlocks, PackedMemory
+from manthan.vllm_hooks.worker.blocks import CpuBlocks, PagedMemory
 from manthan.vllm_hooks.worker.half import GroupCache, WorkerHalf
 from manthan.vllm_hooks.worker.layout import placed_layers, probe_layers
 
@@ -249,7 +249,7 @@ def test_blocks_come_back_bit_for_bit(vllm_config: Any, model: str) -> None:
             group.index, group.spec, group.layers, group.names, "bytes", tuple(pages[name] for name in group.names)
         )
         form = block_format("exact", packed)
-        blocks = CpuBlocks(PackedMemory(layers, form.shape), form)
+        blocks = CpuBlocks(PagedMemory(form.shape, (), layers), form)
         before = raw.clone()
         wanted = [layer.rows[3].clone() for layer in layers]
         assert blocks.decode(b"k" * 32, 5, encode(blocks, b"k" * 32, 3, 0)) is None

@@ -34,7 +34,7 @@ from manthan.vllm_hooks.groups import KvCacheGroup, groups_of
 from manthan.vllm_hooks.memory import Shards, block_format, block_shape, group_shape
 from manthan.vllm_hooks.support import UnsupportedError, is_packed
 from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory, PackedMemory
+from manthan.vllm_hooks.worker.blocks import CpuBlocks, PagedMemory
 from manthan.vllm_hooks.worker.layout import placed_layers, probe_layers
 
 WHAT = ["grow", "codecs"]
@@ -67,7 +67,7 @@ def test_a_block_that_vllm_wrote_is_found_whatever_the_scale(cache_dtype: str, d
     spec = SPEC
     caches, layers = fp8_cache(cache_dtype, spec, scale)
     shape = shape_of(spec, cache_dtype)
-    memory = HostMemory(probe_layers(caches, layers, BLOCKS, shape), shape)
+    memory = PagedMemory(shape, probe_layers(caches, layers, BLOCKS, shape))
     data = torch.randn(2, LAYERS, spec.block_size, HEADS, spec.head_size).to(torch.bfloat16)
     slots = 3 * spec.block_size + torch.arange(spec.block_size)
     for n, (name, layer) in enumerate(layers.items()):
@@ -101,7 +101,7 @@ def test_a_gpus_cache_of_fp8_is_read_by_way_of_the_cpu() -> None:
     caches = {f"layer-{n}": torch.zeros(BLOCKS, 32, HEADS, 128, dtype=torch.float8_e4m3fn) for n in range(LAYERS)}
     layers = {name: SimpleNamespace(impl=Impl()) for name in caches}
     shape = shape_of(spec, "fp8")
-    memory = DeviceMemory(probe_layers(caches, layers, BLOCKS, shape), shape)
+    memory = PagedMemory(shape, probe_layers(caches, layers, BLOCKS, shape))
     for cache in caches.values():
         cache.view(torch.uint8)[3] = torch.randint(0, 120, (32, HEADS, 128))
     blocks = CpuBlocks(memory, block_format("exact", KvCacheGroup(0, spec, LAYERS, cache_dtype="fp8"), PRINT))
@@ -137,7 +137,7 @@ def test_blocks_of_bytes_come_back_bit_for_bit_from_layers_of_different_sizes() 
         cache.copy_(torch.randint(0, 250, cache.shape))
     layers = placed_layers(caches, config, dict(zip(group.names, group.layer_nbytes, strict=True)))
     form = block_format("exact", group, PRINT)
-    blocks = CpuBlocks(PackedMemory(layers, form.shape), form)
+    blocks = CpuBlocks(PagedMemory(form.shape, (), layers), form)
     codes = encode(blocks, KEY, 3, exact=4)
     assert sum(sizes) < len(codes) < sum(sizes) + 256
     before = {name: cache[3].clone() for name, cache in caches.items()}
@@ -168,7 +168,7 @@ def test_blocks_of_nvfp4_come_back_bit_for_bit_with_their_scales(dtype: str) -> 
         cache.copy_(torch.randint(0, 256, cache.shape))
     layers = placed_layers(caches, config, dict(zip(group.names, group.layer_nbytes, strict=True)))
     form = block_format("exact", group, PRINT)
-    blocks = CpuBlocks(PackedMemory(layers, form.shape), form)
+    blocks = CpuBlocks(PagedMemory(form.shape, (), layers), form)
     before = {name: cache.clone() for name, cache in caches.items()}
     assert blocks.decode(KEY, 5, encode(blocks, KEY, 3)) is None
     for name, cache in caches.items():

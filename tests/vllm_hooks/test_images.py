@@ -93,7 +93,7 @@ def core() -> Core:
     """Of an engine with a cold store that lasts."""
     core, ours = Core(Cache()), object.__new__(compat.Core)
     ours._core = core
-    ours.prepare_requests(Salts(bytes(8), isolate=True).of, "kv_transfer_params", by_content=True)
+    ours.prepare_requests(Salts(bytes(8), isolate=True), by_content=True)
     return core
 
 

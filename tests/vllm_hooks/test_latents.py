@@ -24,7 +24,7 @@ from manthan.vllm_hooks.groups import Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.memory import block_format, block_shape
 from manthan.vllm_hooks.support import Latents
 from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.worker.blocks import DeviceMemory, HostMemory
+from manthan.vllm_hooks.worker.blocks import PagedMemory
 from manthan.vllm_hooks.worker.layout import probe_layers
 
 BLOCK, BLOCKS, FILLED = 16, 8, 21
@@ -44,8 +44,7 @@ def paged() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return caches, {name: SimpleNamespace(impl=CPUMLAImpl.__new__(CPUMLAImpl)) for name in caches}
 
 
-@pytest.mark.parametrize("memory", [HostMemory, DeviceMemory])
-def test_a_block_is_read_and_written_as_the_backend_does(memory: type) -> None:
+def test_a_block_is_read_and_written_as_the_backend_does() -> None:
     caches, modules = paged()
     layers = probe_layers(caches, modules, BLOCKS, SHAPE)
     assert not any(cache.any() for cache in caches.values()), "probing leaves nothing behind"
@@ -53,7 +52,7 @@ def test_a_block_is_read_and_written_as_the_backend_does(memory: type) -> None:
     slots = 3 * BLOCK + torch.arange(BLOCK)
     for n, (name, module) in enumerate(modules.items()):
         module.impl.do_kv_cache_update(latents[n], turned[n], caches[name], slots, "auto", None)
-    read = memory(layers, SHAPE)
+    read = PagedMemory(SHAPE, layers)
     keys, pieces = (torch.from_numpy(part).view(torch.bfloat16) for part in read.gather(3))
     assert torch.equal(keys, turned.transpose(1, 2))
     assert torch.equal(pieces.transpose(1, 2).reshape(LAYERS, BLOCK, LATENT), latents)
@@ -72,9 +71,8 @@ class Fp8Impl:
         rows.view(torch.uint8)[slots] = both.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-@pytest.mark.parametrize("memory", [HostMemory, DeviceMemory])
 @pytest.mark.parametrize("scale", [1.0, 0.03, 2.0])
-def test_a_block_of_fp8_is_found_whatever_the_scale(scale: float, memory: type) -> None:
+def test_a_block_of_fp8_is_found_whatever_the_scale(scale: float) -> None:
     spec = replace(SPEC, dtype=torch.uint8, cache_dtype_str="fp8")
     group = groups_of(KVCacheConfig(8, [], [KVCacheGroupSpec(list(NAMES), spec)]), latents=LATENTS).main
     shape = block_shape(group)
@@ -85,7 +83,7 @@ def test_a_block_of_fp8_is_found_whatever_the_scale(scale: float, memory: type) 
     assert not any(cache.any() for cache in caches.values())
     for cache in caches.values():
         cache[3] = torch.randint(0, 0x7F, cache[3].shape)
-    read = memory(layers, shape)
+    read = PagedMemory(shape, layers)
     turned, pieces = read.gather(3)
     for n, cache in enumerate(caches.values()):
         assert np.array_equal(cache[3, 0, :, LATENT:].numpy(), turned[n, 0])

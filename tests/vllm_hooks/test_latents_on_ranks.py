@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from latent_model import VOCAB, allow_prefix_caching, make_latent_model
 from redis_server import RedisServer
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -75,7 +76,7 @@ def test_what_lasts_has_them_once_whatever_the_number_of_ranks(model: str, tmp_p
 def digests(worker: Any) -> set[str]:
     """Of the blocks of the first layer that hold anything."""
     [blocks] = get_kv_transfer_group().worker.engine.blocks.values()
-    rows = blocks._memory._rows[0]
+    rows = blocks._memory._rows[0].view(torch.uint8).numpy()
     return {hashlib.sha256(row.tobytes()).hexdigest() for row in rows if row.any()}
 
 

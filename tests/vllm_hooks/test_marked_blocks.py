@@ -7,14 +7,13 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from manthan.manager.pool import Mark, Owner
-from manthan.vllm_hooks.compat import VllmPool, watch_lookups
+from manthan.vllm_hooks.compat import Lookups, VllmPool
 
 TOKENS, PART = 32, 16
 """Of a block, and between two hashes."""
@@ -48,7 +47,7 @@ class Asked:
         self.hash = get_request_block_hasher(tokens, sha256)
         self.blocks = VllmPool(self.pool, 0, {0: TOKENS})
         self.marks = self.blocks.marks
-        watch_lookups(self.pool, self.marks, self)
+        Lookups(self.manager, self.marks, self)
         self.owner: Owner | None = None
         """Whose request looks blocks up."""
         self.lossy_for: Owner | None = None
@@ -94,12 +93,6 @@ class Asked:
         self.owner = owner
         found, _, _ = self.manager.get_computed_blocks(self.request())
         return list(found.blocks[0])
-
-
-@pytest.fixture(autouse=True)
-def _as_vllm_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCacheManager, "prefix_cache_lookup_enabled", KVCacheManager.prefix_cache_lookup_enabled)
-    monkeypatch.setattr(KVCacheCoordinator, "cache_blocks", KVCacheCoordinator.cache_blocks)
 
 
 @pytest.fixture

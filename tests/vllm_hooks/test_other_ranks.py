@@ -28,7 +28,7 @@ def question(turn: int) -> tuple[str, str]:
 def heads(worker: Any) -> set[str]:
     """Number of each KV head of each block that holds anything, and a digest of its numbers in all layers."""
     [blocks] = get_kv_transfer_group().worker.engine.blocks.values()
-    used = {n for rows in blocks._memory._rows for n in rows.any(axis=1).nonzero()[0].tolist()}
+    used = {n for rows in blocks._memory._rows for n in rows.any(dim=1).nonzero()[:, 0].tolist()}
     found = set[str]()
     for block_id in used:
         keys, values = blocks._memory.gather(block_id)

@@ -1,7 +1,5 @@
 """Nothing compiles after an engine is ready, and where kernels cannot be compiled it starts without them."""
 
-import os
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,8 +67,8 @@ def test_a_gpu_whose_kernels_cannot_be_compiled_keeps_blocks_exact(
 
 def test_a_compiler_that_hangs_or_dies_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settled, "PROBE_S", 0.2)
-    monkeypatch.setattr(settled, "_compile", lambda architecture, answer: time.sleep(600))
+    monkeypatch.setattr(settled, "PROBE", "import time; time.sleep(600)")
     assert settled._compiled("sm_90") == "the compiler did not end in 0.2 s"
     monkeypatch.setattr(settled, "PROBE_S", 60.0)
-    monkeypatch.setattr(settled, "_compile", lambda architecture, answer: os._exit(1))
-    assert settled._compiled("sm_90") == "EOFError: "
+    monkeypatch.setattr(settled, "PROBE", "import os; os._exit(1)")
+    assert settled._compiled("sm_90") == "its exit status is 1"

@@ -62,7 +62,7 @@ def as_on_a_gpu(store: RedisTier) -> tuple[Engine, dict]:
         FormatCodec(layout, block_format(caches, spec)),
         Slabs(None, Slab(torch.zeros(1 << 20, dtype=torch.uint8))),
     )
-    return CudaEngine({GROUP: codec}, tiers, forms=EXACT, secondary=store), caches
+    return CudaEngine({GROUP: [codec]}, tiers, forms=EXACT, secondary=store), caches
 
 
 class Loader:

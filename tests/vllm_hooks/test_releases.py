@@ -39,7 +39,7 @@ READS: dict[str, tuple[str, ...]] = {
         *("_reuse_watchers", "kv_event_queue", "medium"),
     ),
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": ("single_type_managers", "block_pool"),
-    "vllm.v1.core.kv_cache_manager.KVCacheManager": ("block_pool", "free"),
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": ("block_pool", "coordinator", "free"),
     "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue": (
         *("fake_free_list_head", "fake_free_list_tail", "num_free_blocks", "iter_blocks_after", "remove"),
     ),

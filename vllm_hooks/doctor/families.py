@@ -3,7 +3,7 @@
 A family is such a class. `families.yaml` has the caches of each.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,10 +12,6 @@ import yaml
 
 from manthan.vllm_hooks.groups import SPECS, StoredAs
 
-STORED: Mapping[str, str] = {
-    name: "" if entry.stored is StoredAs.NOTHING else str(entry.stored) for name, entry in SPECS.items()
-}
-"""How a cache is stored, by vLLM's spec class; empty for a cache whose prefixes vLLM does not cache."""
 DENSE = ("FullAttention", "MLAAttention")
 """Caches with full attention. vLLM joins them into one group."""
 SECTIONS = ("built", "read", "new")
@@ -57,8 +53,10 @@ def stored(name: str) -> str:
 
     A name with a slash, such as "MLAAttention/indexer", is a cache of a shape that no codec knows.
     """
-    way = STORED[f"{_kind(name)}Spec"]
-    return "bytes" if "/" in name and way == "coded" else way
+    way = SPECS[f"{_kind(name)}Spec"].stored
+    if way is StoredAs.NOTHING:
+        return ""
+    return str(StoredAs.BYTES if "/" in name and way is StoredAs.CODED else way)
 
 
 def _kind(name: str) -> str:

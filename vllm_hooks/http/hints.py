@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -20,6 +21,7 @@ from vllm.logger import init_logger
 
 from manthan.manager.config.sentences import must_be
 from manthan.manager.session.hints import NO_HINTS, WHERE, HintError, Hints, check_session_id, parse_hints
+from manthan.vllm_hooks.compat import PARAMS
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, from_vllm_config, is_on
 
 if TYPE_CHECKING:
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.manthan")
 
-PARAMS = "kv_transfer_params"
 ANSWER = {"session_id", "pinned", "refused", "lossy_tokens"}
 ACTION, ACTION_VERSION = "manthan.hints", "1.0"
 """Action of vLLM's `kv_hints` whose payload is a mapping of hints, and the version known here."""
@@ -46,15 +47,14 @@ class RequestHintError(VLLMClientError, ValueError):
     """Unusable hints: status 400 from the server, a ValueError from `LLM`."""
 
 
+@dataclass(eq=False)
 class Incoming:
-    """Request on the way through the server. headers: pairs of name and value, as in ASGI."""
+    """Request on the way through the server. headers: pairs of name and value. then: called once checked."""
 
-    def __init__(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        self.headers = headers
-        self.is_checked = False
-        self.refusal: RequestHintError | None = None
-        self.then: Callable[[], object] = lambda: None
-        """Called once the request is checked."""
+    headers: Iterable[tuple[bytes, bytes]] = ()
+    is_checked: bool = False
+    refusal: RequestHintError | None = None
+    then: Callable[[], object] = lambda: None
 
 
 def keep(headers: Iterable[tuple[bytes, bytes]]) -> Incoming:

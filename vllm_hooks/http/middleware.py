@@ -173,7 +173,6 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
-        """Raise ApiError for a forbidden request."""
         if self._has_key is not None:
             is_page = method in SAFE and path in PATHS  # a browser that opens a page sends no key
             if not is_page and not self._has_key(headers):

@@ -105,10 +105,8 @@ class Adapters:
             digest = digest_of(files) if is_settled and not adapter.load_inplace else ""
             if not digest:
                 logger.warning(
-                    "Manthan: LoRA adapter %s: its files in %s have changed since the engine began, or may be loaded "
-                    "anew at any time: its sessions are kept for this engine alone.",
-                    adapter.lora_name,
-                    adapter.lora_path,
+                    f"Manthan: LoRA adapter {adapter.lora_name}: its files in {adapter.lora_path} have changed since "
+                    "the engine began, or may be loaded anew at any time: its sessions are kept for this engine alone."
                 )
             known = self._known[adapter.lora_int_id] = files, digest or f"unknown-{secrets.token_hex(16)}"
         return known[1]

@@ -44,24 +44,17 @@ def announce(
 
     capacity: usable bytes of the cold store. place: namespace of a lasting store.
     """
-    store, codec = config.tiers, config.codec
+    store, codec, nbytes = config.tiers, config.codec, shape.groups[shape.main].cold_nbytes
     host_bytes = store.front_bytes or store.host_bytes
+    profile = f" with the profile {codec.profile}" if codec.profile else ""
+    exact = f" with the first {codec.sink_tokens} tokens of each session kept exact" if codec.sink_tokens else ""
+    host = f" and host of {human_bytes(host_bytes)}" if host_bytes else ""
+    where = f" at {store.redis.url if store.is_shared else store.disk.path} as {place}" if place else ""
     logger.info(
-        "Manthan is on: policy %s, codec %s%s (%.2fx for %s, %d bytes a token)%s, cold store %s of %s%s%s for %d "
-        "tokens, idle after %g s",
-        config.policy.name,
-        codec.name,
-        f" with the profile {codec.profile}" if codec.profile else "",
-        shape.ratio,
-        vllm_config.model_config.model,
-        shape.groups[shape.main].cold_nbytes // shape.block_tokens,
-        f" with the first {codec.sink_tokens} tokens of each session kept exact" if codec.sink_tokens else "",
-        store.kind,
-        human_bytes(store.max_bytes),
-        f" and host of {human_bytes(host_bytes)}" if host_bytes else "",
-        f" at {config.tiers.redis.url if store.is_shared else config.tiers.disk.path} as {place}" if place else "",
-        capacity // shape.groups[shape.main].cold_nbytes * shape.block_tokens,
-        config.idle.after_s,
+        f"Manthan is on: policy {config.policy.name}, codec {codec.name}{profile} ({shape.ratio:.2f}x for "
+        f"{vllm_config.model_config.model}, {nbytes // shape.block_tokens} bytes a token){exact}, cold store "
+        f"{store.kind} of {human_bytes(store.max_bytes)}{host}{where} for {capacity // nbytes * shape.block_tokens} "
+        f"tokens, idle after {config.idle.after_s:g} s"
     )
     if needs_profile(codec.name) and not codec.sink_tokens:
         logger.warning("Manthan: a session's first tokens are far from any profile: set codec.sink_tokens to 4")
@@ -79,50 +72,41 @@ def printable(name: str) -> str:
 def tell_eviction(eviction: "Evicted") -> None:
     """Log a session that went cold."""
     before = eviction.blocks + eviction.beside - eviction.stored
+    ratio = eviction.pool_nbytes / max(1, eviction.cold_nbytes)
+    said = f", {before} before" if before > 0 else ""
+    said += f", {eviction.exact} with tokens kept exact" if eviction.exact else ""
+    said += ", because memory was short" if eviction.is_pressed else ""
     logger.info(
-        "Manthan: session %s went cold after %.1f s idle: %d blocks (%d tokens)%s, %s to %s (%.2fx), "
-        "%d encoded in %.0f ms%s%s%s",
-        printable(eviction.session_id),
-        eviction.idle_s,
-        eviction.blocks,
-        eviction.tokens,
-        _of_points(eviction.beside),
-        human_bytes(eviction.pool_nbytes),
-        human_bytes(eviction.cold_nbytes),
-        eviction.pool_nbytes / max(1, eviction.cold_nbytes),
-        eviction.stored,
-        eviction.took_s * 1e3,
-        f", {before} before" if before > 0 else "",
-        f", {eviction.exact} with tokens kept exact" if eviction.exact else "",
-        ", because memory was short" if eviction.is_pressed else "",
+        f"Manthan: session {printable(eviction.session_id)} went cold after {eviction.idle_s:.1f} s idle: "
+        f"{eviction.blocks} blocks ({eviction.tokens} tokens){_of_points(eviction.beside)}, "
+        f"{human_bytes(eviction.pool_nbytes)} to {human_bytes(eviction.cold_nbytes)} ({ratio:.2f}x), "
+        f"{eviction.stored} encoded in {eviction.took_s * 1e3:.0f} ms{said}"
     )
 
 
 def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
     """Log a session's restored blocks. vLLM recomputes the rest."""
     causes = ", ".join(sorted(set(restored.causes)))
+    what = "prefetched" if restored.request_id is None else "restored"
+    rest = f"; the rest could not be read ({causes}) and is recomputed" if causes else ""
     logger.info(
-        "Manthan: session %s %s %d of %d blocks (%d tokens)%s in %.0f ms%s",
-        printable(restored.session_id),
-        "prefetched" if restored.request_id is None else "restored",
-        restored.good,
-        restored.blocks,
-        restored.good * shape.block_tokens,
-        _of_points(restored.beside),
-        restored.seconds * 1e3,
-        f"; the rest could not be read ({causes}) and is recomputed" if causes else "",
+        f"Manthan: session {printable(restored.session_id)} {what} {restored.good} of {restored.blocks} blocks "
+        f"({restored.good * shape.block_tokens} tokens){_of_points(restored.beside)} in "
+        f"{restored.seconds * 1e3:.0f} ms{rest}"
     )
 
 
 def tell_guard(configured: str, finest: str) -> None:
     """Log the codec in use until the guard's verdict on the configured codec."""
-    said = "Manthan: codec %s is used until the loss of %s on this model's KV is measured, on %d blocks"
-    logger.info(said, finest, configured, FIRST_BLOCKS)
+    logger.info(
+        f"Manthan: codec {finest} is used until the loss of {configured} on this model's KV is measured, on "
+        f"{FIRST_BLOCKS} blocks"
+    )
 
 
 def tell_progress(configured: str, blocks: int, used: str) -> None:
     """Log how many blocks the guard has looked at before the first verdict."""
-    logger.info("Manthan: codec %s measured on %d of %d blocks; %s until then", configured, blocks, FIRST_BLOCKS, used)
+    logger.info(f"Manthan: codec {configured} measured on {blocks} of {FIRST_BLOCKS} blocks; {used} until then")
 
 
 def tell_verdict(found: "Judged") -> None:
@@ -132,26 +116,21 @@ def tell_verdict(found: "Judged") -> None:
     if verdict.compute_s:
         said += f"; the model computes a token in {verdict.compute_s * 1e6:.3g} us"
     if found.choice == 0:
-        logger.info("Manthan: codec %s is faithful on this model: %s", found.codec, said)
+        logger.info(f"Manthan: codec {found.codec} is faithful on this model: {said}")
         return
+    why = "takes longer to decode than this model to compute" if found.is_slow else "is not faithful on this model"
+    instead = "all tokens are kept exact" if found.codec == EXACT else f"{found.codec} is used instead"
     logger.warning(
-        "Manthan: codec %s %s, and %s; choose another with `codec: {name: ...}`, or keep this one with "
-        "`codec: {guard: false}`. Measured: %s",
-        verdict.measured[0].codec,
-        "takes longer to decode than this model to compute" if found.is_slow else "is not faithful on this model",
-        "all tokens are kept exact" if found.codec == EXACT else f"{found.codec} is used instead",
-        said,
+        f"Manthan: codec {verdict.measured[0].codec} {why}, and {instead}; choose another with "
+        f"`codec: {{name: ...}}`, or keep this one with `codec: {{guard: false}}`. Measured: {said}"
     )
 
 
 def tell_rechecks(mean: float) -> None:
     """Log that a finer codec is used because of rechecks. mean: divergence in nats."""
     logger.warning(
-        "Manthan: behind the last %d rechecked restores the first token diverges by %.2g nats on average "
-        "(%g is allowed): a finer codec is used from now on",
-        RECHECKS,
-        mean,
-        MOST_DIVERGENCE,
+        f"Manthan: behind the last {RECHECKS} rechecked restores the first token diverges by {mean:.2g} nats on "
+        f"average ({MOST_DIVERGENCE:g} is allowed): a finer codec is used from now on"
     )
 
 

@@ -37,10 +37,7 @@ class _Metric(NamedTuple):
 METRICS: dict[str, _Metric] = {
     "sessions": _Metric(Gauge, "Sessions by state: active, idle, cold.", "state"),
     "hot_bytes": _Metric(Gauge, "KV bytes of sessions and requests that are not saved, in full attention."),
-    "resume_points": _Metric(
-        Gauge,
-        "Completely saved resume points, in models with sliding windows or states.",
-    ),
+    "resume_points": _Metric(Gauge, "Completely saved resume points, in models with sliding windows or states."),
     "cold_bytes": _Metric(
         Gauge, "Bytes of compressed blocks in the tiers, of all KV cache groups, as its budget counts them."
     ),
@@ -55,8 +52,7 @@ METRICS: dict[str, _Metric] = {
         "of",
     ),
     "codec_fallback": _Metric(
-        Gauge,
-        "1 if the guard found the configured codec unfaithful or slow, and a finer one is used, else 0.",
+        Gauge, "1 if the guard found the configured codec unfaithful or slow, and a finer one is used, else 0."
     ),
     "compression_ratio": _Metric(Gauge, "Pool bytes of cold blocks over their compressed bytes."),
     "evictions": _Metric(Counter, "Sessions that went cold."),

@@ -2,7 +2,8 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+from vllm.v1.request import Request
 
 from manthan.manager import events
 from manthan.manager.events import FIRST_BLOCKS, Event, Evicted, Judged, Restored
@@ -13,9 +14,6 @@ from manthan.manager.sparing import Sparing
 from manthan.vllm_hooks.telemetry.log import logger, tell_eviction, tell_progress, tell_restore, tell_verdict
 from manthan.vllm_hooks.telemetry.metrics import ManthanStats
 from manthan.vllm_hooks.telemetry.traces import Traces
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 QUIET_S = 60.0
 """Seconds between two log lines about a cause of failures."""
@@ -54,18 +52,20 @@ class Telemetry:
             manager.events.subscribe(histories)
 
     def count(self, name: str, by: int = 1, label: str = "") -> None:
-        """Add to a counter of METRICS."""
+        """Add to a counter of METRICS, and to the total of this name."""
         self._counters[name][label] += by
+        if name in self.totals:
+            self.totals[name] += by
 
     # -- calls of the scheduler half ------------------------------------------------------------------
 
-    def began(self, request: "Request", hints: Hints) -> None:
+    def began(self, request: Request, hints: Hints) -> None:
         if hints.given:
             self._counters["hints"].update(hints.given)
         if self.traces is not None:
             self.traces.began(request.request_id, request.trace_headers)
 
-    def ended(self, request: "Request", outcome: Outcome | None, computed: int) -> None:
+    def ended(self, request: Request, outcome: Outcome | None, computed: int) -> None:
         """Note the end of a request. computed: number of prompt tokens neither resident nor loaded."""
         self.totals["computed_tokens"] += computed
         self.totals["prompt_tokens"] += request.num_prompt_tokens
@@ -89,17 +89,14 @@ class Telemetry:
     # -- events ---------------------------------------------------------------------------------------
 
     def __call__(self, event: Event) -> None:
-        """Take an event of the stream."""
         if isinstance(event, events.Turn | Evicted | Restored | events.Lost):
             self.changed.add(event.session_id)
         match event:
             case events.Turn(lossy=lossy) if lossy:
                 self.count("lossy_tokens", lossy)
-                self.totals["lossy_tokens"] += lossy
             case Evicted():
                 self.count("evictions")
                 self._observations["encode_bytes"].append(event.stored_nbytes)
-                self.totals["evictions"] += 1
                 tell_eviction(event)
                 if self.traces is not None:
                     self.traces.evicted(event)
@@ -141,17 +138,16 @@ class Telemetry:
                 self._measured.clear()
 
     def _failed(self, causes: Collection[str]) -> None:
-        self._counters["failures"].update(causes)
-        self.totals["failures"] += len(causes)
+        for cause in causes:
+            self.count("failures", label=cause)
 
     def _restored(self, event: Restored) -> None:
         shape, blocks = self._manager.shape, event.good + event.beside
-        what = "prefetches" if event.request_id is None else "restores"
-        self.count(what)
-        self.totals[what] += 1
         if event.request_id is None:
+            self.count("prefetches")
             self.count("prefetched_blocks", blocks)
         else:
+            self.count("restores")
             self.count("restored_blocks", blocks)
             self._observations["restore_seconds"].append(event.seconds)
             self._observations["restore_bytes"].append(event.nbytes)

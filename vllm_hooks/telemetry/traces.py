@@ -7,11 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import VllmConfig
 from vllm.tracing import extract_trace_context, instrument_manual, is_tracing_available
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from manthan.manager.events import Evicted, Restored
     from manthan.manager.session.blocks import MemoryShape
 
@@ -90,7 +89,7 @@ class Traces:
         instrument_manual(name, began, ended, attributes, self._none if context is None else context)
 
 
-def make_traces(vllm_config: "VllmConfig", tiers: Sequence[str]) -> Traces | None:
+def make_traces(vllm_config: VllmConfig, tiers: Sequence[str]) -> Traces | None:
     """Return the engine's traces; None if tracing is off."""
     endpoint = vllm_config.observability_config.otlp_traces_endpoint
     return Traces(tiers) if endpoint is not None and is_tracing_available() else None

@@ -1,7 +1,6 @@
 """Blocks of the paged cache as the CPU reads, encodes, decodes and writes them."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,111 +25,78 @@ Copies: TypeAlias = list[Arrays]
 """Arrays of blocks, from `PagedMemory.gather`."""
 
 
-class PagedMemory(ABC):
-    """Paged cache that the CPU reads and writes.
+class PagedMemory:
+    """Paged cache as the CPU reads and writes it, in the CPU's memory or a GPU's. Each thread waits for its own copies.
 
     Keys and values are [layers, heads, tokens, head_dim], bf16 and fp8 as their bits. `BlockShape.arrays` has all.
+
+    Args:
+        shape: of a block.
+        coded: layers with keys and values.
+        raw: layers stored as bytes: all of a raw shape, or those of `BlockShape.beside`.
     """
 
-    @abstractmethod
+    def __init__(self, shape: BlockShape, coded: Sequence[Layer], raw: Sequence[Layer] = ()) -> None:
+        self._shape, self._coded = shape, coded
+        self._rows, self._raw = [layer.rows for layer in coded], [layer.rows for layer in raw]
+        self._device = (*self._rows, *self._raw)[0].device
+
     def gather(self, block_id: int) -> Arrays:
         """Return a block's arrays."""
+        gathered = self.gather_soon(block_id)
+        self._wait()
+        return gathered()
 
     def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
         """Begin to gather a block on the current stream. Return a function to call once the stream has done so."""
-        found = self.gather(block_id)
-        return lambda: found
+        coded = _copied(torch.stack([rows[block_id] for rows in self._rows])) if self._rows else None
+        raw = _copied(torch.cat([rows[block_id] for rows in self._raw])) if self._raw else None
+        return lambda: (*self._sorted(coded), *self._as_bytes(raw))
 
-    @abstractmethod
     def scatter(self, block_id: int, *numbers: Numbers) -> None:
         """Write a block's arrays, and wait until they are written."""
+        there, here = [rows[block_id] for rows in (*self._rows, *self._raw)], list[torch.Tensor]()
+        if self._rows:
+            keys, values, numbers = *numbers[:2], numbers[2:]
+            rows: Numbers = np.empty((len(self._rows), there[0].numel()), keys.dtype)
+            for n, (row, layer) in enumerate(zip(rows, self._coded, strict=True)):
+                row[layer.keys], row[layer.values] = keys[n].reshape(-1), values[n].reshape(-1)
+            here += torch.from_numpy(rows).view(there[0].dtype).to(self._device)
+        if self._raw:
+            octets = torch.from_numpy(numbers[0].reshape(-1).copy())  # torch wants writable memory
+            here += octets.to(self._device).split([rows.shape[1] for rows in self._raw])
+        torch._foreach_copy_(there, here)
+        self._wait()
 
+    def _sorted(self, copied: torch.Tensor | None) -> Arrays:
+        """Return keys and values of a block, given its numbers in each layer, in the order of memory."""
+        if copied is None:
+            return ()
+        rows = _as_numpy(copied)
+        keys, values = (np.empty(numbers, rows.dtype) for numbers in (self._shape.numbers, self._shape.value_numbers))
+        for n, (row, layer) in enumerate(zip(rows, self._coded, strict=True)):
+            # With mode="clip" numpy needs no buffer. All positions are in range.
+            np.take(row, layer.keys, out=keys[n].reshape(-1), mode="clip")
+            np.take(row, layer.values, out=values[n].reshape(-1), mode="clip")
+        return keys, values
 
-class HostMemory(PagedMemory):
-    """Paged cache in the CPU's memory, in the order that vLLM's attention kernels for the CPU use."""
+    def _as_bytes(self, copied: torch.Tensor | None) -> Arrays:
+        if copied is None:
+            return ()
+        if self._shape.beside is not None:
+            return (copied.numpy().reshape(self._shape.beside.numbers),)
+        return copied.numpy().reshape(self._shape.numbers), np.empty(self._shape.value_numbers, np.uint8)
 
-    def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
-        self._layers, self._shape = layers, shape
-        self._rows = [_as_numpy(layer.rows) for layer in layers]
-
-    def gather(self, block_id: int) -> Arrays:
-        return _sorted([rows[block_id] for rows in self._rows], self._layers, self._shape)
-
-    def scatter(self, block_id: int, *numbers: Numbers) -> None:
-        _lay_out(numbers, self._layers, [rows[block_id] for rows in self._rows])
-
-
-class DeviceMemory(PagedMemory):
-    """Paged cache of a GPU. Blocks are copied as they are, and the CPU sorts their numbers.
-
-    Each thread waits for its own copies only.
-    """
-
-    def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
-        self._layers, self._shape = layers, shape
-
-    def gather(self, block_id: int) -> Arrays:
-        copied = self.gather_soon(block_id)
-        _wait(self._layers[0].rows.device)
-        return copied()
-
-    def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
-        here = _copied(torch.stack([layer.rows[block_id] for layer in self._layers]))
-        return lambda: _sorted(_as_numpy(here), self._layers, self._shape)
-
-    def scatter(self, block_id: int, *numbers: Numbers) -> None:
-        targets = [layer.rows[block_id] for layer in self._layers]
-        rows: Numbers = np.empty((len(targets), targets[0].numel()), numbers[0].dtype)
-        _lay_out(numbers, self._layers, rows)
-        torch._foreach_copy_(targets, list(torch.from_numpy(rows).view(targets[0].dtype).to(targets[0].device)))
-        _wait(targets[0].device)
-
-
-class PackedMemory(PagedMemory):
-    """Paged cache whose blocks are stored as bytes, in the CPU's memory or a GPU's."""
-
-    def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
-        self._rows, self._shape = [layer.rows for layer in layers], shape
-
-    def gather(self, block_id: int) -> Arrays:
-        copied = self.gather_soon(block_id)
-        _wait(self._rows[0].device)
-        return copied()
-
-    def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
-        here = _copied(torch.cat([rows[block_id] for rows in self._rows]))
-        return lambda: (here.numpy().reshape(self._shape.numbers), np.empty(self._shape.value_numbers, np.uint8))
-
-    def scatter(self, block_id: int, *numbers: Numbers) -> None:
-        device = self._rows[0].device
-        host = torch.from_numpy(numbers[0].reshape(-1).copy())  # torch wants writable memory
-        parts = host.to(device).split([rows.shape[1] for rows in self._rows])
-        for rows, part in zip(self._rows, parts, strict=True):
-            rows[block_id].copy_(part)
-        _wait(device)
-
-
-class BesideMemory(PagedMemory):
-    """Paged cache in which some layers are coded and the others are stored as bytes."""
-
-    def __init__(self, coded: PagedMemory, others: PackedMemory) -> None:
-        self._coded, self._others = coded, others
-
-    def gather(self, block_id: int) -> Arrays:
-        return *self._coded.gather(block_id), self._others.gather(block_id)[0]
-
-    def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
-        coded, others = self._coded.gather_soon(block_id), self._others.gather_soon(block_id)
-        return lambda: (*coded(), others()[0])
-
-    def scatter(self, block_id: int, *numbers: Numbers) -> None:
-        self._coded.scatter(block_id, *numbers[:-1])
-        self._others.scatter(block_id, numbers[-1])
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 def _copied(there: torch.Tensor) -> torch.Tensor:
-    """Return a copy in the CPU's memory, which the current stream writes if it is from a GPU."""
-    here = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.device.type == "cuda")
+    """Return the tensor in the CPU's memory. If it is a GPU's, the current stream copies it."""
+    if there.is_cpu:
+        return there
+    here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
     return here.copy_(there, non_blocking=True)
 
 
@@ -139,40 +105,16 @@ def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
-def _sorted(rows: Sequence[NDArray[Any]] | NDArray[Any], layers: Sequence[Layer], shape: BlockShape) -> Arrays:
-    """Return keys and values of a block. rows: the block's numbers in each layer, in the order of memory."""
-    keys, values = (np.empty(numbers, rows[0].dtype) for numbers in (shape.numbers, shape.value_numbers))
-    for n, (row, layer) in enumerate(zip(rows, layers, strict=True)):
-        # With mode="clip" numpy needs no buffer. All positions are in range.
-        np.take(row, layer.keys, out=keys[n].reshape(-1), mode="clip")
-        np.take(row, layer.values, out=values[n].reshape(-1), mode="clip")
-    return keys, values
-
-
-def _lay_out(numbers: Sequence[Numbers], layers: Sequence[Layer], rows: Iterable[NDArray[Any]]) -> None:
-    """Write keys and values of a block into each layer's row."""
-    keys, values = numbers
-    for n, (row, layer) in enumerate(zip(rows, layers, strict=True)):
-        row[layer.keys], row[layer.values] = keys[n].reshape(-1), values[n].reshape(-1)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
 class CpuBlocks:
     """Blocks of a KV cache group, gathered, encoded and decoded on the CPU's cores. Thread-safe."""
 
-    def __init__(
-        self, memory: PagedMemory, format: BlockFormat, *others: BlockFormat, exacts: Sequence[int] = (0,)
-    ) -> None:
-        """Compile all kernels now. format: for jobs that name no codec. others: for jobs that name them, and to read.
+    def __init__(self, memory: PagedMemory, *formats: BlockFormat, exacts: Sequence[int] = (0,)) -> None:
+        """Compile all kernels now. formats: the first for jobs that name no codec, the others for jobs that name them.
 
         exacts: possible numbers of exact first tokens of a block.
         """
-        self.formats, self._memory, self.format, self._exacts = (format, *others), memory, format, exacts
-        self.nbytes = format.shape.nbytes
+        self.formats, self._memory, self.format, self._exacts = formats, memory, formats[0], exacts
+        self.nbytes = self.format.shape.nbytes
         """Number of bytes of a gathered block."""
         for each in self.formats:
             each.warm_up(exacts)

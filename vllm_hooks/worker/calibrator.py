@@ -6,10 +6,12 @@ The model's thread copies the attention's arguments. A thread of low priority do
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from manthan.codec.profile import Profile, ProfileInfo
@@ -21,8 +23,6 @@ from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from manthan.vllm_hooks.groups import KvCacheGroup
 
 logger = init_logger("vllm.manthan.worker")
@@ -39,7 +39,7 @@ class Calibrator:
     """Makes a single profile. offer: called with the profile, on the calibrator's thread."""
 
     def __init__(
-        self, vllm_config: "VllmConfig", group: "KvCacheGroup", rope: Rope | None, offer: Callable[[Profile], None]
+        self, vllm_config: VllmConfig, group: "KvCacheGroup", rope: Rope | None, offer: Callable[[Profile], None]
     ) -> None:
         model, modules = vllm_config.model_config, vllm_config.compilation_config.static_forward_context
         heads, dim = group.spec.num_kv_heads, group.spec.head_size
@@ -53,7 +53,7 @@ class Calibrator:
         self._wants = self._is_busy = self._is_done = False
         self._passed = self._taken = 0
         for layer, attention in enumerate(self._attentions):
-            wrap("vllm.v1.attention.backend.AttentionImpl.forward", attention, self._noting(layer))
+            wrap("vllm.v1.attention.backend.AttentionImpl.forward", attention, partial(self._forward, layer))
 
     def begin_step(self, metadata: ManthanMetadata) -> None:
         self._is_done |= metadata.place is not None  # after a reset the weights may differ
@@ -67,16 +67,11 @@ class Calibrator:
         self._is_done = True
         self._threads.shutdown()
 
-    def _noting(self, layer: int) -> Callable[[Any], Any]:
-        def noting(forward: Any) -> Any:
-            def noted(module: Any, query: Any, key: Any, value: Any, cache: Any, told: Any, *rest: Any, **more: Any):  # type: ignore[no-untyped-def]
-                if self._wants and told is not None:
-                    self._try(self._note, layer, told, query, key, value)
-                return forward(module, query, key, value, cache, told, *rest, **more)
-
-            return noted
-
-        return noting
+    def _forward(self, layer: int, forward: Any, module: Any, *args: Any, **more: Any) -> Any:
+        query, key, value, _, told, *_ = args
+        if self._wants and told is not None:
+            self._try(self._note, layer, told, query, key, value)
+        return forward(module, *args, **more)
 
     def _try(self, call: Callable[..., None], *args: Any) -> None:
         """End calibration if `call` raises. Blocks are then encoded with the earlier codec."""

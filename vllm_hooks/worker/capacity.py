@@ -115,11 +115,8 @@ def share_memory(vllm_config: "VllmConfig") -> None:
         )
     cache.gpu_memory_utilization = math.floor((budget - ours) / ranks / total * 1e6) / 1e6
     logger.info(
-        "Manthan: of %s, %s are for compressed blocks in RAM and %s for vLLM: --gpu-memory-utilization is now %g",
-        human_bytes(budget),
-        human_bytes(ours),
-        human_bytes(budget - ours),
-        cache.gpu_memory_utilization,
+        f"Manthan: of {human_bytes(budget)}, {human_bytes(ours)} are for compressed blocks in RAM and "
+        f"{human_bytes(budget - ours)} for vLLM: --gpu-memory-utilization is now {cache.gpu_memory_utilization:g}"
     )
 
 
@@ -139,12 +136,13 @@ def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
             f"tiers.max_bytes is {human_bytes(store.max_bytes)} of GPU memory: {what} leaves vLLM only "
             f"{human_bytes(int(given))} of each GPU's {human_bytes(total)}; lower the one or raise the other."
         )
+    changed = ""
     if cache.kv_cache_memory_bytes:
         cache.kv_cache_memory_bytes -= ours
     else:
         cache.gpu_memory_utilization = math.floor((given - ours) / total * 1e6) / 1e6
+        changed = f": --gpu-memory-utilization is now {cache.gpu_memory_utilization:g}"
     logger.info(
-        "Manthan: %s of each GPU's memory are set aside for compressed blocks, out of the KV pool's share%s",
-        human_bytes(ours),
-        "" if cache.kv_cache_memory_bytes else f": --gpu-memory-utilization is now {cache.gpu_memory_utilization:g}",
+        f"Manthan: {human_bytes(ours)} of each GPU's memory are set aside for compressed blocks, out of the KV pool's "
+        f"share{changed}"
     )

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -191,7 +190,6 @@ class CpuEngine(Engine):
     # -- load -----------------------------------------------------------------------------------------
 
     def _read(self, job: Transfer, store: Tier, model: torch.cuda.Event | None, cancelled: threading.Event) -> None:
-        """Read and decode blocks up to the first bad block, and answer the load."""
         blocks, keys, began = self.blocks[job.group], job.block_hashes, time.monotonic()
         sizes: list[int] = []
         failed: dict[int, str] = {}
@@ -221,13 +219,10 @@ def model_event(device: torch.device) -> torch.cuda.Event | None:
     return None if device.type == "cpu" else torch.cuda.current_stream(device).record_event()
 
 
-@contextmanager
-def behind(model: torch.cuda.Event | None, device: torch.device) -> Iterator[None]:
-    """Run GPU work of this context on a new stream, behind an event of the model's stream; None on a CPU."""
-    if model is None:
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    stream.wait_event(model)
-    with torch.cuda.stream(stream):
-        yield
+def behind(model: torch.cuda.Event | None, device: torch.device) -> torch.cuda.StreamContext:
+    """Return a context with a new stream behind an event of the model's stream. None on a CPU changes nothing."""
+    stream = None
+    if model is not None:
+        stream = torch.cuda.Stream(device)
+        stream.wait_event(model)
+    return torch.cuda.stream(stream)

@@ -12,10 +12,10 @@ copied blocks in pinned RAM.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby, product
+from itertools import chain, groupby, product
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -148,31 +148,28 @@ class CudaEngine(Engine):
     """Engine of a rank with paged codecs on the rank's GPU.
 
     Args:
-        codecs: by KV cache group, the sessions' group first; all on one device.
+        codecs: of each KV cache group, the configured one first; the sessions' group first; all on one device.
         tiers: primary tiers.
         forms: prepared numbers of exact first tokens in a block; unprepared numbers work too.
-        make: returns a group's codec by name, for jobs with a codec. names: possible names.
         secondary: final tier of every block. The tier on the host then has the most recently used blocks.
         keeps: see Engine. If False, blocks stay on the host only while a load needs them.
     """
 
     def __init__(
         self,
-        codecs: Mapping[int, PagedCodec],
+        codecs: Mapping[int, Sequence[PagedCodec]],
         tiers: Slabs,
         fails_whole: bool = False,
         forms: Sequence[int] = (0,),
-        make: Callable[[int, str], PagedCodec] | None = None,
-        names: Sequence[str] = (),
         secondary: Tier | None = None,
         keeps: bool = True,
     ) -> None:
         super().__init__(fails_whole, keeps)
         self.tiers, self.store = tiers, secondary
-        self._codecs = Codecs(codecs, make, names)
-        self.codecs = self._codecs.by_group
-        self._device = next(iter(codecs.values())).device
-        largest = max(codec.form(codec.layout.tokens).nbytes for codec in codecs.values())
+        self._codecs = Codecs(codecs)
+        self.codecs = {group: self._codecs.get(group) for group in codecs}
+        self._device = next(iter(self.codecs.values())).device
+        largest = max(codec.form(codec.layout.tokens).nbytes for codec in self.codecs.values())
         self._stores, self._prefetches = (Staging(max(STAGING_BYTES, largest), self._device) for _ in range(2))
         nbytes = max(RESTORE_STAGING_BYTES, largest)
         self._restores = [Staging(nbytes, self._device, priority=-1) for _ in range(RESTORE_STAGINGS)]
@@ -567,7 +564,7 @@ class CudaEngine(Engine):
                     staging.stream.wait_event(self._demoted)
                 offsets = run.starts
                 if not run.in_place:
-                    offsets = staging.starts(codec.form(exact).nbytes)[: len(sizes)]
+                    offsets = codec.form(exact).nbytes * np.arange(len(sizes))
                     _copy_run(run, codes, offsets)
                 told = job.block_hashes[some], block_ids[some], run.first_tokens
                 batch = codec.batch(exact, *told, offsets, sizes, run.marks)
@@ -707,13 +704,12 @@ class CudaEngine(Engine):
 
         The first jobs then find kernels, tables and pinned memory. Return the seconds to decode a token, by codec.
         """
-        for group in self.codecs:
-            for codec in {self._codecs.get(group, name) for name in ("", *self._codecs.names)}:
-                exacts = (0,) if codec.format.shape.is_raw else {min(each, codec.layout.tokens) for each in forms}
-                for staging, exact in product(self._stagings, exacts):
-                    self._try(codec, staging, exact)
-        main, staging = next(iter(self.codecs)), self._prefetches
-        return {name: self._try(self._codecs.get(main, name), staging, 0, 64) for name in self._codecs.names}
+        by_group = list(self._codecs.by_group.values())
+        for codec in chain.from_iterable(by_group):
+            exacts = (0,) if codec.format.shape.is_raw else {min(each, codec.layout.tokens) for each in forms}
+            for staging, exact in product(self._stagings, exacts):
+                self._try(codec, staging, exact)
+        return {codec.format.codec: self._try(codec, self._prefetches, 0, 64) for codec in by_group[0]}
 
     def _try(self, codec: PagedCodec, staging: Staging, exact: int, most: int = 1) -> float:
         """Encode and decode as many copies of block 0 as fit, at most `most`. Return seconds to decode a token."""

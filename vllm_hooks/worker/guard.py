@@ -63,7 +63,7 @@ class RankGuard:
         self._seen = self._age = 0
         self._is_busy = self._was_judged = False
         self._told = 0
-        self._threads: JobThreads | None = None
+        self._threads = JobThreads(1, "manthan-guard", allowed_cpus() if device.type == "cpu" else ())
         self._warm_up: threading.Thread | None = None
         self._prompts = Prompts(device)
 
@@ -110,8 +110,6 @@ class RankGuard:
             self._samples.append((self._memory.gather_soon(int(job.block_ids[at])), job.part(at, at + 1, tokens)))
         if len(self._samples) == BATCH:
             samples, self._samples, self._is_busy = self._samples, [], True
-            if self._threads is None:
-                self._threads = JobThreads(1, "manthan-guard", allowed_cpus() if self._device.type == "cpu" else ())
             copied = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device).record_event()
             self._threads.submit(self._measure, samples, copied, self._age)
 
@@ -143,8 +141,7 @@ class RankGuard:
 
     def shutdown(self) -> None:
         """Wait for the measurement under way."""
-        if self._threads is not None:
-            self._threads.shutdown()
+        self._threads.shutdown()
 
     def _measure(
         self,

@@ -5,10 +5,12 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.cpu.klt import KltPreset
@@ -35,14 +37,7 @@ from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
 from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.transfer_config import CONNECTOR, settings
-from manthan.vllm_hooks.worker.blocks import (
-    BesideMemory,
-    CpuBlocks,
-    DeviceMemory,
-    HostMemory,
-    PackedMemory,
-    PagedMemory,
-)
+from manthan.vllm_hooks.worker.blocks import CpuBlocks, PagedMemory
 from manthan.vllm_hooks.worker.calibrator import Calibrator
 from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS, PRIMARY_BYTES, TierBytes, room_in
 from manthan.vllm_hooks.worker.engine import Engine, allowed_cpus
@@ -51,10 +46,6 @@ from manthan.vllm_hooks.worker.guard import RankGuard
 from manthan.vllm_hooks.worker.layout import Layer, paged_layout, placed_layers, probe_layers, rows_of
 from manthan.vllm_hooks.worker.rope import running_rope
 from manthan.vllm_hooks.worker.weights import loaded_of
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.manthan.worker")
 
@@ -84,23 +75,16 @@ class GroupCache:
     @property
     def memory(self) -> PagedMemory:
         """The cache as the CPU's codecs read and write it."""
-        if self.shape.beside is None:
-            return self.coded
-        return BesideMemory(self.coded, PackedMemory(self.beside, self.shape.beside))
-
-    @property
-    def coded(self) -> PagedMemory:
-        """Memory of the coded layers, without layers stored as bytes."""
-        if self.shape.is_raw:
-            return PackedMemory(self.layers, self.shape)
-        return (HostMemory if self.layers[0].rows.is_cpu else DeviceMemory)(self.layers, self.shape)
+        coded, raw = ((), self.layers) if self.shape.is_raw else (self.layers, self.beside)
+        return PagedMemory(self.shape, coded, raw)
 
     @property
     def measured(self) -> tuple[PagedMemory, list[BlockFormat]]:
         """Memory and formats for the guard: without layers stored as bytes, unless the latents' scales are there."""
-        if self.shape.scales and self.shape.scales.place:
+        if self.shape.is_raw or (self.shape.scales and self.shape.scales.place):
             return self.memory, [*self.forms]
-        return self.coded, [form.without_bytes() for form in self.forms]
+        forms = [form.without_bytes() for form in self.forms]
+        return PagedMemory(forms[0].shape, self.layers), forms
 
     @property
     def layout(self) -> PagedLayout | RawLayout:
@@ -108,6 +92,11 @@ class GroupCache:
         if self.shape.is_raw:
             return RawLayout(tuple(layer.rows for layer in self.layers), self.shape)
         return paged_layout(self.layers, self.shape, self.beside)
+
+    def paged_codecs(self, forms: Sequence[BlockFormat]) -> list[PagedCodec]:
+        """Return a GPU's codecs for the cache, one for each format. Raises UnsupportedError."""
+        layout = self.layout
+        return [paged_codec(layout, form) for form in forms]
 
 
 def running_half() -> "WorkerHalf":
@@ -134,7 +123,7 @@ def groups_of_worker(worker: Any) -> Groups:
 class WorkerHalf:
     """Worker half of the connector. Until `register_kv_caches`, `engine` does nothing."""
 
-    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._know_groups()
         self.engine = Engine()
@@ -155,13 +144,11 @@ class WorkerHalf:
         self._counted = stored if any(each.context.ranks * each.state_tokens > 1 for each in stored.values()) else {}
 
     def shutdown(self) -> None:
-        if self.guard is not None:
-            self.guard.shutdown()
         if self._server is not None:
             self._server.close()
-        self.engine.shutdown()
-        if self.calibrator is not None:
-            self.calibrator.shutdown()
+        for part in (self.guard, self.engine, self.calibrator):
+            if part is not None:
+                part.shutdown()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         if hidden := [group.index for group in self.groups.stored if not self._is_found(group, kv_caches)]:
@@ -250,12 +237,8 @@ class WorkerHalf:
                 beside = self._layers(group.beside, kv_caches) if group.beside else ()
                 paged_layout(layers, memory.block_shape(group), beside).raw()  # raises if kernels cannot address it
         except Exception as error:  # a backend raises anything
-            logger.warning(
-                "Manthan: KV cache group %d is stored as bytes, because its layout cannot be found: %s: %s",
-                group.index,
-                type(error).__name__,
-                error,
-            )
+            why = f"its layout cannot be found: {type(error).__name__}: {error}"
+            logger.warning("Manthan: KV cache group %d is stored as bytes, because %s", group.index, why)
             return False
         return True
 
@@ -304,11 +287,17 @@ class WorkerHalf:
         front = tiers.front_bytes // ranks if keeps else 0
         device = next(iter(groups.values())).layers[0].rows.device
         if codec_backend(codec.backend, device) == "cuda":
-            may_be_finer = codec.guard or store is not None  # an engine before may have had a guard
+            from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
+            from manthan.vllm_hooks.worker.slabs import Slab, Slabs
+
             if store is not None:
                 tier_bytes = TierBytes(0, max(front, PRIMARY_BYTES))
-            finer = finer_codecs(codec.name) if may_be_finer else []
-            return _cuda_engine(groups, tier_bytes, fails_whole, finer, store, keeps)
+            last = None if codec.guard or store is not None else 1  # an engine before may have had a guard
+            codecs = {index: each.paged_codecs(each.forms[:last]) for index, each in groups.items()}
+            on_device = Slab.on_device(tier_bytes.device, device) if tier_bytes.device else None
+            on_host = Slab.pinned(tier_bytes.host, device) if tier_bytes.host else None
+            exacts = next(iter(groups.values())).exacts
+            return CudaEngine(codecs, Slabs(on_device, on_host), fails_whole, exacts, store, keeps)
         if tier_bytes.device:
             raise UnsupportedError(
                 f"tiers.kind is device, but the codec runs on the CPU here (codec.backend {codec.backend}): use host."
@@ -360,30 +349,3 @@ def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCode
             f"codec {form.codec} needs CUDA kernels on a GPU, and they cannot be used: {error}; use "
             "codec.backend numpy."
         ) from None
-
-
-def _cuda_engine(
-    groups: Mapping[int, GroupCache],
-    tier_bytes: TierBytes,
-    fails_whole: bool,
-    finer: Sequence[str],
-    secondary: Tier | None,
-    keeps: bool,
-) -> Engine:
-    """Return an engine on the GPU. finer: the guard's alternatives to the configured codec."""
-    from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
-    from manthan.vllm_hooks.worker.slabs import Slab, Slabs
-
-    layouts = {index: each.layout for index, each in groups.items()}
-    codecs = {index: paged_codec(layouts[index], each.forms[0]) for index, each in groups.items()}
-    main = next(iter(groups.values()))
-    device = main.layers[0].rows.device
-    on_device = Slab.on_device(tier_bytes.device, device) if tier_bytes.device else None
-    on_host = Slab.pinned(tier_bytes.host, device) if tier_bytes.host else None
-
-    def make(index: int, name: str) -> PagedCodec:
-        [form] = [form for form in groups[index].forms if form.codec == name]
-        return paged_codec(layouts[index], form)
-
-    tiers, names = Slabs(on_device, on_host), [main.forms[0].codec, *finer]
-    return CudaEngine(codecs, tiers, fails_whole, main.exacts, make, names, secondary, keeps)

@@ -7,19 +7,17 @@ base 256 at a time, because every dtype but fp8 holds 0 to 255 exactly. For fp8 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from manthan.codec.block import BlockShape
 from manthan.codec.gpu.paged import PagedLayout, RawLayout
 from manthan.vllm_hooks.compat import write_latents
 from manthan.vllm_hooks.support import UnsupportedError
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 Index = NDArray[np.int64]
 
@@ -70,7 +68,7 @@ def probe_layers(
 
 
 def placed_layers(
-    caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Mapping[str, int], starts: Mapping[str, int] = {}
+    caches: Mapping[str, Any], config: KVCacheConfig, nbytes: Mapping[str, int], starts: Mapping[str, int] = {}
 ) -> list[Layer]:
     """Return layers as bytes of vLLM's allocation, at the addresses that vLLM's configuration says.
 

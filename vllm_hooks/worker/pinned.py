@@ -61,8 +61,8 @@ class PinnedRam:
     def start(self) -> None:
         """Pin the rest in the background, unless begun."""
         if self._thread is None and not self.is_whole:
-            said = "Manthan: pinning %s of RAM for compressed blocks; pinned parts are used already"
-            logger.info(said, human_bytes(self.nbytes))
+            size = human_bytes(self.nbytes)
+            logger.info(f"Manthan: pinning {size} of RAM for compressed blocks; pinned parts are used already")
             self._thread = threading.Thread(target=self._pin_others, name="manthan-pin", daemon=True)
             self._thread.start()
 
@@ -76,7 +76,7 @@ class PinnedRam:
         self.wait()
         for at in range(self._pinned):
             with suppress(RuntimeError):  # of an unresponsive GPU
-                compat.unpin(self._piece_of(at))
+                torch.cuda.cudart().cudaHostUnregister(self._piece_of(at).data_ptr())
         self._spans, self._pinned = [], 0
         self.codes = torch.empty(0, dtype=torch.uint8)
 
@@ -89,24 +89,23 @@ class PinnedRam:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             with suppress(ImportError):  # cuda-bindings are not there, and graphs are captured already
-                compat.leave_captures_alone()
+                from cuda.bindings import runtime
+
+                relaxed = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+                runtime.cudaThreadExchangeStreamCaptureMode(relaxed)  # else pinning breaks off another thread's capture
         while not (self.is_whole or self._stopped):
             try:
                 self._pin(self._pinned)
             except RuntimeError as error:
                 done = human_bytes(sum(span.nbytes for span in self.spans))
                 logger.warning(
-                    "Manthan: only %s of the cold store's %s of RAM could be pinned (%s), and no more is used: lower "
-                    "tiers.max_bytes or host_bytes, or raise the memlock limit (ulimit -l).",
-                    done,
-                    size,
-                    error,
+                    f"Manthan: only {done} of the cold store's {size} of RAM could be pinned ({error}), and no more is "
+                    "used: lower tiers.max_bytes or host_bytes, or raise the memlock limit (ulimit -l)."
                 )
                 return
         if self.is_whole:
-            logger.info(
-                "Manthan: %s of RAM for compressed blocks are pinned, in %.1f s", size, time.monotonic() - began
-            )
+            seconds = time.monotonic() - began
+            logger.info(f"Manthan: {size} of RAM for compressed blocks are pinned, in {seconds:.1f} s")
 
     def _pin(self, number: int) -> None:
         piece = self._piece_of(number)

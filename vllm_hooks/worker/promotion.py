@@ -60,7 +60,7 @@ class Primary:
         arena = self._slab.arena
         most = usable(arena.nbytes) - count * room(nbytes)
         goal = most - arena.nbytes // 64 if arena.used > most else most
-        while arena.used > goal and (name := self._slab.oldest_but(self.pins)) is not None:
+        while arena.used > goal and (name := self._slab.oldest(self.pins)) is not None:
             self._slab.drop([name])
         return arena.used <= most
 
@@ -153,7 +153,6 @@ class Primary:
         return None
 
     def _pin(self, names: Sequence[Name]) -> None:
-        """Pin blocks present in the tier."""
         self.pins.update(names)
         for group, key in reversed(names):  # tails make room first
             self._slab.used(group, [key])

@@ -3,16 +3,14 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from manthan.codec.rope import Rope
 from manthan.vllm_hooks.compat import changed_base, rotary_modules
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 logger = init_logger("vllm.manthan.worker")
 
@@ -23,9 +21,7 @@ TOLERANCE = 2.0**-6
 Angles in float32 change a cosine by about 1e-3 at the last position."""
 
 
-def running_rope(
-    vllm_config: "VllmConfig", head_dim: int, tell: bool = True, layers: Sequence[str] = ()
-) -> Rope | None:
+def running_rope(vllm_config: VllmConfig, head_dim: int, tell: bool = True, layers: Sequence[str] = ()) -> Rope | None:
     """Return the RoPE of these layers, or of all; None without one, for several, or if vLLM's tables differ.
 
     tell: True to log a warning with the reason for None. layers: vLLM's names of the layers; empty for all.
@@ -55,7 +51,7 @@ def layer_type(config: Any, layers: Sequence[str]) -> str:
     return one if isinstance(parameters.get(one), Mapping) else ""
 
 
-def _rope_of(vllm_config: "VllmConfig", module: Any, kind: str) -> Rope | None:
+def _rope_of(vllm_config: VllmConfig, module: Any, kind: str) -> Rope | None:
     """Return the RoPE of vLLM's module; None if its table differs from the configuration. kind: see `layer_type`."""
     rotary_dim, base, table = module.rotary_dim, changed_base(module), module.cos_sin_cache
     if base is None:

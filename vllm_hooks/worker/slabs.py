@@ -190,7 +190,7 @@ class Slab:
         for key in keys:
             self._columns.move_to_end((group, key))
 
-    def oldest_but(self, others: Container[Name]) -> Name | None:
+    def oldest(self, others: Container[Name] = ()) -> Name | None:
         """Return the least recently used block outside of `others`."""
         return next((name for name in self._columns if name not in others), None)
 
@@ -207,10 +207,6 @@ class Slab:
         parts = [self.codes.numpy()[start : start + nbytes] for start, nbytes in stored.extents]
         found: Buffer = (parts[0] if len(parts) == 1 else np.concatenate(parts))[: stored.nbytes]
         return found
-
-    def oldest(self) -> tuple[Name, Stored] | None:
-        """Return the least recently used block."""
-        return next(((name, self._facts(column)) for name, column in self._columns.items()), None)
 
     def drop(self, names: Iterable[Name]) -> None:
         """Remove blocks; unknown names are ignored."""
@@ -326,9 +322,10 @@ class Slabs:
 
     def _demote(self, demotions: list[Demotion]) -> bool:
         """Move the device's oldest block to the host. Return True if there was a block, and room."""
-        if self.host is None or self.host is self.first or (oldest := self.first.oldest()) is None:
+        if self.host is None or self.host is self.first or (name := self.first.oldest()) is None:
             return False
-        name, stored = oldest
+        stored = self.first.stored(name)
+        assert stored is not None
         target = self.host.arena.allocate(stored.nbytes)
         if target is None:
             return False
@@ -352,10 +349,6 @@ class Staging:
             fit = range(len(self.codes) // nbytes)
             self._places[nbytes] = [(Extent(n * nbytes, nbytes),) for n in fit]
         return self._places[nbytes]
-
-    def starts(self, nbytes: int) -> Numbers:
-        """Offsets for blocks of `nbytes`, as many as fit: int64 [blocks]."""
-        return nbytes * np.arange(len(self.codes) // nbytes)
 
 
 def pieces(sources: Places, targets: Places, nbytes: Sequence[int]) -> torch.Tensor:

@@ -5,17 +5,15 @@ import json
 import secrets
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
 import xxhash
+from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
 
 from manthan.vllm_hooks.compat import model_tensors, parts_of, tensors_of, wrap
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger("vllm.manthan.worker")
 
@@ -42,14 +40,11 @@ class Loaded:
         """Note the weights loaded into a model from now on. name: unique among the engine's models."""
         self._models[name] = ref(model)
 
-        def noting(load: Any) -> Any:
-            def load_noted(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
-                self.loads += 1
-                return load(self._noted(name, weights), *args, **kwargs)
+        def load_noted(load: Any, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+            self.loads += 1
+            return load(self._noted(name, weights), *args, **kwargs)
 
-            return load_noted
-
-        wrap("vllm.model_executor.models.llama.LlamaForCausalLM.load_weights", model, noting)
+        wrap("vllm.model_executor.models.llama.LlamaForCausalLM.load_weights", model, load_noted)
 
     def _noted(self, model: str, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
@@ -78,7 +73,7 @@ _loaded: dict[int, Loaded] = {}
 """Weights by the `id` of the engine's kv_transfer_config, which all models of an engine have in common."""
 
 
-def watch_model(vllm_config: "VllmConfig", model_config: "ModelConfig", model: torch.nn.Module) -> None:
+def watch_model(vllm_config: VllmConfig, model_config: ModelConfig, model: torch.nn.Module) -> None:
     """Watch the loads of an engine's model. Call before the first load."""
     is_main = model_config.runner_type != "draft"
     if is_main:
@@ -86,7 +81,7 @@ def watch_model(vllm_config: "VllmConfig", model_config: "ModelConfig", model: t
     loaded_of(vllm_config).watch(model, "model" if is_main else f"draft {model_config.model}")
 
 
-def loaded_of(vllm_config: "VllmConfig") -> Loaded:
+def loaded_of(vllm_config: VllmConfig) -> Loaded:
     return _loaded.setdefault(id(vllm_config.kv_transfer_config), Loaded())
 
 

@@ -11,7 +11,6 @@ const HOLD_MS = 5000; // rows do not move so long after somebody touched them
 const SAID_MS = 8000;
 const ROWS = matchMedia("(max-width: 640px)").matches ? 10 : 25;
 const CELLS = 500;
-const HOLDERS = 5;
 const HOLDS = 300; // loads of an image: about a second
 
 const told = {}; // by the server, last, by the name of the event
@@ -43,7 +42,6 @@ async function listen() {
   stream = new AbortController();
   const { signal } = stream;
   try {
-    if (!told.now) await first();
     for await (const [name, data] of changes(query(), signal)) {
       if (signal.aborted) return;
       told[name] = data;
@@ -62,15 +60,6 @@ function holdLoad() {
   let left = HOLDS;
   image.onload = () => { if (left-- && !answeredAt && !failing && !locked) image.src = `icon.svg?${left}`; };
   image.onload();
-}
-
-// Draws the first answers, before the stream begins.
-async function first() {
-  const most = (sort) => get(`sessions?${new URLSearchParams({ sort, order: "desc", limit: HOLDERS })}`);
-  const asked = [get("state"), get(`sessions?${new URLSearchParams(query())}`), most("hot_bytes"), most("cold_bytes")];
-  [told.state, told.sessions, told.hot_bytes, told.cold_bytes] = await Promise.all(asked);
-  told.now = told.state.now;
-  await draw();
 }
 
 async function draw() {
