@@ -144,6 +144,13 @@ class Overwritten(Event, frozen=True):
     blocks: int
 
 
+class GivenUp(Event, frozen=True):
+    """Unsaved blocks of a session stay unsaved, because all blocks in the full tiers are worth more."""
+
+    session_id: str
+    blocks: int
+
+
 class PrefetchHit(Event, frozen=True):
     """A request found the session resident thanks to a prefetch."""
 

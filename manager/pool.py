@@ -127,6 +127,12 @@ class Pool(Protocol):
     def forget(self, group: int, block_hashes: Sequence[bytes]) -> None:
         """Note blocks that are no longer saved: the pool overwrites them last, the first at the very end."""
 
+    def give_up(self, group: int, block_hashes: Sequence[bytes]) -> None:
+        """Overwrite these blocks without a reference next, the last first, as if they were saved.
+
+        They stay in the prefix cache until then. A block that a request uses meanwhile is an unsaved one again.
+        """
+
     def release(self, group: int, block_hashes: Sequence[bytes]) -> None:
         """Take blocks out of the prefix cache. Blocks without a reference are overwritten next, the last first."""
 

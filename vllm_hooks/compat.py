@@ -551,7 +551,8 @@ class VllmPool:
         self._pool, self._main, self._block_tokens = pool, main, block_tokens
         self.size = pool.num_gpu_blocks - 1  # the null block is never free
         self.marks: Marks = PoolMarks(self._watch)
-        self._free, self._saved = pool.free_block_queue, set[int]()
+        self._free, self._saved, self._given_up = pool.free_block_queue, set[int](), set[int]()
+        """Blocks given up count as saved, too."""
         self._kept: dict[int, KVCacheBlock] = {}
         """Saved blocks in the order of the free queue. Some may have left the queue meanwhile."""
         self._finds: dict[int, WeakSet[Request]] = {}
@@ -568,6 +569,7 @@ class VllmPool:
         """Forget all facts about a watched block, because the pool hands it out."""
         block_id = block.block_id
         self._saved.discard(block_id)
+        self._given_up.discard(block_id)
         self._kept.pop(block_id, None)
         if self.marks[block_id]:
             self.marks.clear((block_id,))
@@ -623,8 +625,10 @@ class VllmPool:
         if group != self._main:  # vLLM overwrites blocks of windows and states in any order
             return
         blocks = self._copies(group, block_hashes)
-        self._saved.update(block.block_id for block in blocks)
-        self._watch(block.block_id for block in blocks)
+        block_ids = [block.block_id for block in blocks]
+        self._saved.update(block_ids)
+        self._given_up.difference_update(block_ids)
+        self._watch(block_ids)
         free = [block for block in blocks if block.ref_cnt == 0]
         for block in free:
             self._free.remove(block)
@@ -632,7 +636,18 @@ class VllmPool:
 
     def lead(self, group: int, block_hashes: "Sequence[bytes]") -> None:
         found = self._copies(group, block_hashes)
-        blocks = [block for block in found if block.ref_cnt == 0 and block.block_id in self._saved]
+        self._put_first([block for block in found if block.ref_cnt == 0 and block.block_id in self._saved])
+
+    def give_up(self, group: int, block_hashes: "Sequence[bytes]") -> None:
+        blocks = [block for block in self._copies(group, block_hashes)[::-1] if block.ref_cnt == 0]
+        block_ids = [block.block_id for block in blocks]
+        self._saved.update(block_ids)
+        self._given_up.update(block_ids)
+        self._watch(block_ids)
+        self._put_first(blocks)
+
+    def _put_first(self, blocks: "Sequence[KVCacheBlock]") -> None:
+        """Move free blocks ahead of all saved ones in the queue."""
         for block in blocks:
             self._free.remove(block)
             self._kept.pop(block.block_id, None)
@@ -645,6 +660,7 @@ class VllmPool:
         blocks = [block for block in self._copies(group, block_hashes) if block.block_id in self._saved]
         for block in blocks:
             self._saved.discard(block.block_id)
+            self._given_up.discard(block.block_id)
             self._kept.pop(block.block_id, None)
         free = [block for block in reversed(blocks) if block.ref_cnt == 0]
         self._pool.touch(free)
@@ -668,7 +684,7 @@ class VllmPool:
                 yield at, _named(block)
 
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
-        computed = self._saved - self.marks.decoded
+        computed = self._saved - self._given_up - self.marks.decoded
         used = [block for block_id in computed if (block := self._pool.blocks[block_id]).ref_cnt > 0]
         kept = [block for block in self._kept.values() if block.ref_cnt == 0 and block.block_hash is not None]
         later = [block for block in kept[spare:][::-1] if block.block_id in computed]
@@ -680,6 +696,9 @@ class VllmPool:
 
     def _append(self, append_n: "Callable[[list[KVCacheBlock]], None]", blocks: "list[KVCacheBlock]") -> None:
         """Put freed blocks that are saved before unsaved ones in the queue. vLLM would append all cached blocks."""
+        used = self._given_up.intersection([block.block_id for block in blocks]) if self._given_up else set[int]()
+        self._saved -= used
+        self._given_up -= used
         saved = [block for block in blocks if block.block_id in self._saved]
         append_n([block for block in blocks if block.block_id not in self._saved] if saved else blocks)
         self._insert(saved)

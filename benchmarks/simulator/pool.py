@@ -25,6 +25,8 @@ class SimulatedPool:
         """Free unsaved blocks."""
         self._saved: set[int] = set()
         """Saved blocks, free or not."""
+        self._given_up: set[int] = set()
+        """Blocks that count as saved until a request uses them."""
         self._users = [0] * blocks
         self._name: list[BlockName | None] = [None] * blocks
         self._cached: dict[BlockName, int] = {}
@@ -57,6 +59,9 @@ class SimulatedPool:
             if not self._users[block]:
                 self._unqueue(block)
             self._users[block] += 1
+            if block in self._given_up:
+                self._given_up.discard(block)
+                self._saved.discard(block)
 
     def _unqueue(self, block: int) -> None:
         del (self._kept if block in self._kept else self._rest)[block]
@@ -108,6 +113,7 @@ class SimulatedPool:
         self._kept.clear()
         self._rest.clear()
         self._saved.clear()
+        self._given_up.clear()
         self._name = [None] * self.size
         self._cached.clear()
         self._copies.clear()
@@ -133,6 +139,16 @@ class SimulatedPool:
                 self._unqueue(block)
                 self._kept[block] = None
             self._saved.add(block)
+            self._given_up.discard(block)
+
+    def give_up(self, group: int, block_hashes: Iterable[bytes]) -> None:
+        for block in self._blocks_of(group, block_hashes):
+            if not self._users[block]:
+                self._unqueue(block)
+                self._kept[block] = None
+                self._kept.move_to_end(block, last=False)
+                self._saved.add(block)
+                self._given_up.add(block)
 
     def lead(self, group: int, block_hashes: Iterable[bytes]) -> None:
         for block in reversed(self._blocks_of(group, block_hashes)):
@@ -145,6 +161,7 @@ class SimulatedPool:
                 self._unqueue(block)
                 self._rest[block] = None
             self._saved.discard(block)
+            self._given_up.discard(block)
 
     def runway(self, most: int) -> int:
         return min(most, len(self._empty) + len(self._kept))
@@ -158,7 +175,7 @@ class SimulatedPool:
         return enumerate(map(self._named, list(islice(self._kept, max(0, most - before)))), before)
 
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
-        computed = self._saved - self.marks.decoded
+        computed = self._saved - self._given_up - self.marks.decoded
         used = [block for block in computed if self._users[block] and self._name[block] is not None]
         later = [block for block in islice(reversed(self._kept), max(0, len(self._kept) - spare)) if block in computed]
         return map(self._named, chain(used, later))
@@ -179,6 +196,7 @@ class SimulatedPool:
 
     def _lose(self, block: int) -> None:
         self._saved.discard(block)
+        self._given_up.discard(block)
         name, self._name[block] = self._name[block], None
         assert name is not None
         copies = self._copies.get(name)

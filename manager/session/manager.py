@@ -43,6 +43,8 @@ from manthan.manager.transfer import JOB_BLOCKS, Answers, Transfer
 from manthan.policies import EvictionPolicy, PolicyOptions
 from manthan.policies.ranking import Ranking
 
+Leave = Callable[[int, Sequence[bytes]], None]
+
 DOUBLINGS = 5  # most doublings of the wait until a session is saved again, after the tiers had no room for it
 LOOKED_AT = 32  # most sessions whose blocks `lead_overwritten` orders
 STEP_BLOCKS = 192  # most blocks that a step sorts in the pool, which walks block by block
@@ -655,7 +657,7 @@ class SessionManager:
                 plans += begun.plans
                 most -= begun.taken
                 if begun.taken < len(own) and not begun.is_gone and not session.requests:
-                    self.cut(session, int(self.blocks.depth[own[begun.taken]]), DropCause.BUDGET, releases=True)
+                    self.cut(session, int(self.blocks.depth[own[begun.taken]]), DropCause.BUDGET, rest=self.pool.give_up)
             if most <= 0:
                 break
         return plans
@@ -1134,7 +1136,7 @@ class SessionManager:
             if end and kept:
                 self._heads_only[victim] = None
         if end < len(rows):
-            self.cut(victim, end, DropCause.BUDGET, releases=is_pressed)
+            self.cut(victim, end, DropCause.BUDGET, rest=self.pool.give_up if is_pressed else None)
 
     def _family_head(self, session: Session) -> int:
         """Return the number of a session's first blocks that a relative shares and still needs.
@@ -1178,21 +1180,24 @@ class SessionManager:
 
     # -- dropping -------------------------------------------------------------------------------------
 
-    def cut(self, session: Session, length: int, cause: DropCause, releases: bool = False) -> None:
+    def cut(self, session: Session, length: int, cause: DropCause, rest: Leave | None = None) -> None:
         """Shorten a session to the first `length` blocks, or to a resume point if cold or being saved.
 
         Compressed blocks that nothing else uses are dropped, and resident blocks of decoded KV with them.
 
         Args:
-            releases: True to have the pool overwrite all the rest next, unless it is used.
+            rest: method of the pool for resident blocks of the rest that nothing else uses: give_up or release.
         """
-        blocks, own = self.blocks, self._own_hashes(session.rows[length:]) if releases else []
+        blocks, own = self.blocks, self._own_hashes(session.rows[length:]) if rest else []
         if session.is_cold or session in self.saving:
             length = self.points.deepest(session, length)
         cut = session.rows[length:]
         if not len(cut) and length:
             return
-        self._tell_lost(session, cut[blocks.is_saved(cut)], cause)
+        is_saved = blocks.is_saved(cut)
+        self._tell_lost(session, cut[is_saved], cause)
+        if rest and cause is DropCause.BUDGET and not is_saved.all():
+            self.events(events.GivenUp(session.session_id, int((~is_saved).sum())))
         heirs = [one for one in self.table.relatives(session) if common_prefix(one.rows, session.rows) > length]
         self.points.cut(session, length, cause)
         last = cut[blocks.users[cut] == 1]
@@ -1211,8 +1216,8 @@ class SessionManager:
             self._heirs.pop(session, None)
             self._heads_only.pop(session, None)
             self.said.forget(session)
-        if releases:
-            self.pool.release(self.shape.main, own)
+        if rest:
+            rest(self.shape.main, own)
 
     def _end_at_point(self, session: Session, is_leaving: bool = False) -> int:
         """Cut a session at its deepest resume point, if it is cold or `is_leaving`. Return its number of blocks."""
@@ -1246,7 +1251,7 @@ class SessionManager:
     def forget_session(self, session: Session, cause: DropCause) -> None:
         """Drop all of a session: its compressed blocks, resident blocks that nothing else uses, and its name."""
         self.table.forget_tip(session)
-        self.cut(session, 0, cause, releases=True)
+        self.cut(session, 0, cause, rest=self.pool.release)
 
     def reset(self) -> None:
         """Drop all KV, resident and saved. The driver later ends stores under way by `store_failed`."""

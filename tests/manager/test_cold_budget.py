@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 from integrity import check_empty, check_integrity
-from talks import Talks, last_words
+from talks import Talks, last_words, names
 
-from manthan.manager.events import DropCause
+from manthan.manager.events import DropCause, GivenUp
 
 SHORT: dict[str, Any] = {"blocks": 6, "low": 0.5, "high": 0.5}
 """Of a pool of 6 blocks, 3 are to hold nothing unsaved."""
@@ -62,8 +62,23 @@ def test_a_session_worth_less_than_all_that_is_saved_is_given_up_when_memory_is_
     talks.finish(talks.start("a b", "a b"), "a b")
     talks.save()
     assert (talks.texts(), dropped(talks)) == ({"a b": "a b", "old": "old older"}, "")
+    assert [(event.session_id, event.blocks) for event in talks.told(GivenUp)] == [("old", 2)]
+    assert talks.resident("old older oldest one") == 4, "what is given up is found until it is overwritten"
     talks.pool.take(2)
     assert talks.resident("a b") == talks.resident("old older") == 2, "what was given up is overwritten first"
+
+
+def test_blocks_that_were_given_up_and_used_again_are_overwritten_last() -> None:
+    talks = Talks(capacity=2, **SHORT)
+    talks.go_cold("a b")
+    talks.talk("old older oldest one", "old")
+    talks.finish(talks.start("a b", "a b"), "a b")
+    talks.save()
+    held = [block for block in talks.pool.lookup(0, names("old older oldest one")) if block >= 0]
+    talks.pool.hold(held)
+    talks.pool.free(held[::-1])
+    talks.pool.take(2)
+    assert (talks.resident("a b"), talks.resident("old older oldest one")) == (0, 4)
 
 
 # -- a full tier that need not hold what the pool holds -----------------------------------------------

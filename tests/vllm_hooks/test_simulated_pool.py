@@ -86,6 +86,11 @@ class TwoPools(RuleBasedStateMachine):
             pool.release(group, hashes)
 
     @rule(hashes=SOME)
+    def give_up(self, hashes: list[bytes]) -> None:
+        for pool, _ in self.both:
+            pool.give_up(0, hashes)
+
+    @rule(hashes=SOME)
     def keep(self, hashes: list[bytes]) -> None:
         for pool, _ in self.both:
             pool.keep(0, hashes[::-1])

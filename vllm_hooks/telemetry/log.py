@@ -96,6 +96,14 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
     )
 
 
+def tell_given_up(session_id: str, blocks: int) -> None:
+    """Log a session that is not saved."""
+    logger.info(
+        f"Manthan: {blocks} blocks of session {printable(session_id)} are not saved, because the policy keeps all "
+        "that is in the full tiers; vLLM overwrites them next"
+    )
+
+
 def tell_guard(configured: str, finest: str) -> None:
     """Log the codec in use until the guard's verdict on the configured codec."""
     logger.info(

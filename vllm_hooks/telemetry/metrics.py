@@ -83,6 +83,9 @@ METRICS: dict[str, _Metric] = {
     "overwritten_blocks": _Metric(
         Counter, "Blocks overwritten in the pool before they were encoded, and needed since."
     ),
+    "given_up_blocks": _Metric(
+        Counter, "Blocks not saved, because all blocks in the full tiers are worth more to the policy."
+    ),
     "failures": _Metric(
         Counter, "Blocks that could not be stored or restored, by cause.", "cause", values=FAILURE_CAUSES
     ),

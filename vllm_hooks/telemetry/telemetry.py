@@ -11,7 +11,14 @@ from manthan.manager.histories import Histories
 from manthan.manager.session.hints import Hints
 from manthan.manager.session.manager import Outcome, SessionManager
 from manthan.manager.sparing import Sparing
-from manthan.vllm_hooks.telemetry.log import logger, tell_eviction, tell_progress, tell_restore, tell_verdict
+from manthan.vllm_hooks.telemetry.log import (
+    logger,
+    tell_eviction,
+    tell_given_up,
+    tell_progress,
+    tell_restore,
+    tell_verdict,
+)
 from manthan.vllm_hooks.telemetry.metrics import ManthanStats
 from manthan.vllm_hooks.telemetry.traces import Traces
 
@@ -120,6 +127,9 @@ class Telemetry:
                         logger.warning("Manthan: blocks could not be stored (%s): %d", why, count)
             case events.Overwritten(blocks):
                 self.count("overwritten_blocks", blocks)
+            case events.GivenUp(session_id, blocks):
+                self.count("given_up_blocks", blocks)
+                tell_given_up(session_id, blocks)
             case events.PrefetchHit():
                 self.count("prefetch_hits")
             case events.LookedUp(session_id, outcome):
