@@ -112,7 +112,7 @@ class Watch:
                 name, idle_s, blocks, sizes = found.groups()
                 self.cold.add(name)
                 why = "idle" if float(idle_s) >= IDLE_AFTER_S else "memory is short"
-                console.print(f"  [cyan]{name:6}[/] went cold after {idle_s} s ({why}): {blocks} blocks freed, {sizes}")
+                console.print(f"  [cyan]{name:6}[/] went cold after {idle_s} s ({why}): {blocks} blocks saved, {sizes}")
             elif found := RESTORED.search(line):
                 self.restored[found[1]] = int(found[2])
                 self.cold.discard(found[1])

@@ -108,7 +108,7 @@ class ShadowCache:
 
 
 class Mixture(Returns):
-    """Names the victims of lru, or of a prediction of returns (see `Returns`) while that finds more.
+    """Names the victims of a prediction of returns while it finds more than lru, else those of lru.
 
     Shadows as large as the real cache measure the bytes that each finds. lru leads until the prediction has surely
     found more, and again if lru surely has (see `Contest`). With many sessions, shadows see a sample, chosen by a hash

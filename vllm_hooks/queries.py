@@ -71,8 +71,8 @@ class Queries:
         session = self._listing.find(asked["id"], bound)
         if session is None:
             least = self._half.config.idle.min_tokens
-            short = f" Sessions of fewer than {least} tokens are not kept (idle.min_tokens)." if least else ""
-            return _refused(UNKNOWN, f"There is no session {asked['id']!r}.{short}")
+            short = f" (fewer than {least} tokens are not: idle.min_tokens)" if least else ""
+            return _refused(UNKNOWN, f"No blocks of a session {asked['id']!r} are kept{short}.")
         shown = self._listing.info(session, bound, offset)
         if what == "session":
             histories = self._half.telemetry.histories

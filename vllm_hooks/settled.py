@@ -84,7 +84,7 @@ def _calibrates(vllm_config: "VllmConfig", codec: CodecConfig) -> str:
         "codec.guard is false": not codec.guard,
         "blocks are not in the CPU's memory": not current_platform.is_cpu(),
         "there are several ranks": parallel.world_size > 1,
-        "other engines, which lack the profile, share the tier": extra["tiers"]["kind"] == "redis",
+        "other engines on the same Redis would lack the profile": extra["tiers"]["kind"] == "redis",
         "not all of the cache is keys and values of all tokens": model.use_mla or model.is_hybrid,
         "compressed blocks are sealed": bool(extra["sealing"]["key_file"]),
         "the model's weights are in no files": not has_weights(model.model, model.revision),

@@ -56,7 +56,10 @@ def list_(
     make_console().print(table)
     if len(answer["sessions"]) < answer["total"]:
         typer.echo(f"{len(answer['sessions'])} of {answer['total']} sessions.")
-    if waits := measuring(_ask(url, "/state")["store"]):
+    store = _ask(url, "/state")["store"]
+    if not store["up"]:
+        typer.echo(f"The cold store, {store['kind']}, does not answer: returns are computed again.")
+    if waits := measuring(store):
         typer.echo(f"Codec: {waits}.")
 
 

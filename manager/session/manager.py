@@ -657,7 +657,9 @@ class SessionManager:
                 plans += begun.plans
                 most -= begun.taken
                 if begun.taken < len(own) and not begun.is_gone and not session.requests:
-                    self.cut(session, int(self.blocks.depth[own[begun.taken]]), DropCause.BUDGET, rest=self.pool.give_up)
+                    self.cut(
+                        session, int(self.blocks.depth[own[begun.taken]]), DropCause.BUDGET, rest=self.pool.give_up
+                    )
             if most <= 0:
                 break
         return plans

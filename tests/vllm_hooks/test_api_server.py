@@ -164,12 +164,12 @@ def test_a_tenant_sees_and_steers_its_own_only(api) -> None:
     for action in ACTIONS:
         assert beta.refused("POST", f"/sessions/bob/{action}", json=ACTIONS[action]) == (
             404,
-            "There is no session 'bob'. Sessions of fewer than 64 tokens are not kept (idle.min_tokens).",
+            "No blocks of a session 'bob' are kept (fewer than 64 tokens are not: idle.min_tokens).",
         )
         assert beta.refused("POST", f"/sessions/acme%2Fbob/{action}", json=ACTIONS[action])[0] == 404
     assert beta.refused("GET", "/sessions/bob") == (
         404,
-        "There is no session 'bob'. Sessions of fewer than 64 tokens are not kept (idle.min_tokens).",
+        "No blocks of a session 'bob' are kept (fewer than 64 tokens are not: idle.min_tokens).",
     )
     assert nobody.refused("GET", "/sessions/acme%2Fbob")[0] == 404
     beta.post("/sessions/alice/release")
@@ -255,7 +255,7 @@ def test_the_command_sees_pins_and_releases(api) -> None:
     assert sessions(api, "release", "alice") == (0, "alice is forgotten.\n")
     assert sessions(api, "show", "alice") == (
         1,
-        "There is no session 'alice'. Sessions of fewer than 64 tokens are not kept (idle.min_tokens).\n",
+        "No blocks of a session 'alice' are kept (fewer than 64 tokens are not: idle.min_tokens).\n",
     )
 
 

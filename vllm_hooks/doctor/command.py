@@ -180,4 +180,8 @@ def _check_server(url: str) -> Iterator[Finding]:
     if store["up"]:
         yield Finding("tiers", Grade.OK, f"that server has {tiers}.")
     else:
-        yield Finding("tiers", Grade.WRONG, f"that server has {tiers}, and its {store['kind']} does not answer.")
+        where = config[f"tiers.{store['kind']}.{'url' if store['kind'] == 'redis' else 'path'}"]["value"]
+        said = (
+            f"that server has {tiers}, and its {store['kind']} at {where} does not answer: sessions are computed again"
+        )
+        yield Finding("tiers", Grade.WRONG, f"{said} until it does.")

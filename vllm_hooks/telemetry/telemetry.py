@@ -157,7 +157,7 @@ class Telemetry:
             self.count("prefetches")
             self.count("prefetched_blocks", blocks)
         else:
-            self.count("restores")
+            self.count("restores", int(event.good > 0))
             self.count("restored_blocks", blocks)
             self._observations["restore_seconds"].append(event.seconds)
             self._observations["restore_bytes"].append(event.nbytes)
