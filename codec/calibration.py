@@ -60,29 +60,22 @@ class _Moments:
         if len(self.held) > SAMPLE:
             self.held, self.every = self.held[::2], 2 * self.every
 
-    def weight(self, at: slice) -> float | None:
-        """Average weight of a number; None without a metric."""
-        return None if self.weights is None else float(np.trace(self.weights[at, at])) / (at.stop - at.start)
-
     def root(self, at: slice, share: float, covariance: Doubles) -> Doubles:
         """Matrix [C, C] in whose space errors weigh alike, in all layers and kinds.
 
         share: see SHARES. covariance: of the numbers at `at`.
         """
-        root, weight = np.linalg.cholesky(self.metric(at, covariance)), self.weight(at)
-        if weight is not None:
-            step = weight and weight**-0.5
+        if self.weights is not None:
+            weights = self.weights[at, at]
+            mean = float(np.trace(weights)) / len(weights)
+            root, step = np.linalg.cholesky(_evened(weights, EVEN)), mean and mean**-0.5
         else:
+            metric = _evened(covariance, EVEN_OF_KEYS) if self.are_keys else np.eye(len(covariance))
+            root = np.linalg.cholesky(metric)
             y = (self.held - self.sums / self.tokens)[:, at] @ root
             step = share * float(np.sqrt(np.square(y).mean()))
         made: Doubles = root / (step or 1.0)
         return made
-
-    def metric(self, at: slice, covariance: Doubles) -> Doubles:
-        """Metric of the numbers at `at`, 1 on average."""
-        if self.weights is not None:
-            return _evened(self.weights[at, at], EVEN)
-        return _evened(covariance, EVEN_OF_KEYS) if self.are_keys else np.eye(at.stop - at.start)
 
 
 def _evened(weights: Doubles, least: float) -> Doubles:
@@ -125,7 +118,7 @@ class ProfileBuilder:
         for moments, x in zip(self._layers[layer], rows, strict=True):
             moments.add(x[good])
         told = [x[positions >= SINKS] for x in rows]
-        for joint in (joint for joints in self._joints for joint in joints if joint.has(layer)):
+        for joint in (joint for joints in self._joints for joint in joints if layer in joint.layers):
             joint.take(layer, [x.reshape(len(x), -1, self._info.head_dim) for x in told])
 
     def weigh(self, layer: int, *metrics: Doubles) -> None:
@@ -142,8 +135,7 @@ class ProfileBuilder:
         energies: of each layer, [tokens] from number SINKS on, of gradients in the layer's metric.
         """
         for joint in (joint for joints in self._joints for joint in joints):
-            first, layers, *_ = joint.place
-            joint.weigh(np.sum(energies[first : first + layers], 0))
+            joint.weigh(np.sum([energies[layer] for layer in joint.layers], 0))
 
     def finish(self) -> Profile:
         """Make the profile. Raises ProfileError for too few tokens."""
@@ -162,21 +154,18 @@ class _Joint:
     """
 
     def __init__(self, info: ProfileInfo, place: tuple[int, int, int, int], heads: range) -> None:
-        self.place, self._info, self._tokens = place, info, 0
+        self.place, self.head_dim, self._tokens = place, info.head_dim, 0
+        self.layers = range(place[0], place[0] + place[1])
         self._heads = slice(heads[place[2]], heads[place[2]] + place[3])
         self._parts: list[Floats] = []
         self._rows: Floats | None = None
-        self.head_dim = info.head_dim
-
-    def has(self, layer: int) -> bool:
-        return self.place[0] <= layer < self.place[0] + self.place[1]
 
     def take(self, layer: int, kinds: Sequence[Floats]) -> None:
         """Add rows [tokens, heads, head_dim] of a layer. Layers of a text come in order."""
-        if layer == self.place[0]:
+        if layer == self.layers[0]:
             self._parts = []
         self._parts += [x[:, self._heads].reshape(len(x), -1) for x in kinds]
-        if layer < self.place[0] + self.place[1] - 1:
+        if layer < self.layers[-1]:
             return
         rows = np.concatenate(self._parts, 1)
         good = np.isfinite(rows).all(1)
@@ -216,9 +205,8 @@ class _Joint:
 
     def coded(self, layers: Sequence[Sequence[_Moments]]) -> "_Components":
         """Return the group's transform, and the tokens held back."""
-        first, count, *_ = self.place
         at = slice(self._heads.start * self.head_dim, self._heads.stop * self.head_dim)
-        moments = [each for layer in layers[first : first + count] for each in zip(layer, SHARES, strict=False)]
+        moments = [each for layer in self.layers for each in zip(layers[layer], SHARES, strict=False)]
         mean = self._sums / self._tokens
         covariance = self._products / self._tokens - np.outer(mean, mean)
         root, size = np.zeros_like(covariance), len(mean) // len(moments)

@@ -78,7 +78,14 @@ class Group:
     @cached_property
     def forward(self) -> Floats:
         """Transform to components, [C, C]. Raises ProfileError if there is none."""
-        return (_inverted(self.transform) / self.scale[:, None]).astype(np.float32)
+        try:
+            found = np.linalg.inv(self.transform.astype(np.float64))
+        except np.linalg.LinAlgError:
+            found = np.full(self.transform.shape, np.nan)
+        if not np.isfinite(found).all():
+            raise ProfileError("the profile holds a transform that cannot be undone: calibrate the model again.")
+        made: Floats = (found / self.scale[:, None]).astype(np.float32)
+        return made
 
 
 @dataclass(frozen=True)
@@ -193,7 +200,7 @@ class Profile:
         try:
             info = msgspec.convert(metadata["info"], ProfileInfo)
             ranks = _ranks(info, tensors, metadata["ranks"])
-        except (KeyError, ValueError, msgspec.ValidationError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ProfileError(f"the profile {path} does not fit together: {error}.") from None
         return cls(info, ranks, digest)
 
@@ -202,17 +209,6 @@ def rank_heads(heads: int, rank: int, ranks: int) -> range:
     """KV heads of a rank: an equal share, or, with more ranks than heads, a single shared head."""
     first = rank * heads // ranks
     return range(first, max(first + 1, (rank + 1) * heads // ranks))
-
-
-def _inverted(transform: npt.NDArray[np.float16]) -> npt.NDArray[np.float64]:
-    """Raises ProfileError if there is no inverse."""
-    try:
-        found = np.linalg.inv(transform.astype(np.float64))
-    except np.linalg.LinAlgError:
-        found = np.full(transform.shape, np.nan)
-    if not np.isfinite(found).all():
-        raise ProfileError("the profile holds a transform that cannot be undone: calibrate the model again.")
-    return found
 
 
 def _same(one: Rope | None, other: Rope | None) -> bool:

@@ -191,7 +191,9 @@ class WhtCodec(Codec):
         if runs.dtype == np.float16:
             runs = runs.astype(np.float32)
         whole = self._keys(runs, section, positions, parts, out) if parts.are_keys else self._values(runs, parts, out)
-        chosen = table_numbers(_squares(whole), section.tokens * section.head_dim)
+        rows = whole.reshape(parts.runs, -1).astype(np.float64)
+        squares = np.einsum("rn,rn->r", rows, rows).astype(np.int64)  # exact: below 2**53
+        chosen = table_numbers(squares, section.tokens * section.head_dim)
         out[parts.tables] = chosen
         out[parts.tables.stop : parts.end] = 0
         doublings, nbytes = self._coder.write(
@@ -279,9 +281,7 @@ class WhtCodec(Codec):
     def _values_back(self, q: Integers, section: Section, parts: Parts, codes: Codes, doublings: int) -> Numbers:
         scales = from_bytes(codes[parts.scales].reshape(parts.runs, 1 + section.tokens))
         _check_steps(scales)
-        steps = (
-            np.minimum(as_floats(scales) * np.float32(1 << doublings), LARGEST_BF16) if doublings else as_floats(scales)
-        )
+        steps = np.minimum(as_floats(scales) * np.float32(1 << doublings), LARGEST_BF16)
         x = self._kernels().unrotated(q, steps, self._rotation.weights, self._rotation.blocks)
         if section.dtype is Dtype.BFLOAT16:
             made: Numbers = np.empty(x.shape, np.uint16)
@@ -361,13 +361,6 @@ def _rows(chosen: Codes, section: Section, doublings: int) -> Rows:
     streams = streams_of(section.tokens * size)
     narrower = np.maximum(chosen.astype(np.int64) - OCTAVE * doublings, 0)
     return Rows(np.full(count, size, np.int64), np.repeat(TABLES[narrower], section.head_dim), section.tokens, streams)
-
-
-def _squares(numbers: Integers) -> npt.NDArray[np.int64]:
-    """Return the sum of squares of each run, int64."""
-    rows = numbers.reshape(len(numbers), -1).astype(np.float64)
-    made: npt.NDArray[np.int64] = np.einsum("rn,rn->r", rows, rows).astype(np.int64)  # exact: below 2**53
-    return made
 
 
 def _divided(y: Floats, steps: Floats) -> Integers:

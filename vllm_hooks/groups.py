@@ -39,13 +39,8 @@ class StoredAs(StrEnum):
     """Not at all, though requests need the blocks: such a model is refused at start."""
 
 
-class Coded(NamedTuple):
-    """Layout that codecs know. latent, scales: see `KvCacheGroup`."""
-
-    latent: int = 0
-    scales: Scales | None = None
-
-
+Coded: TypeAlias = tuple[int, Scales | None]
+"""Layout that codecs know: `latent` and `scales` of `KvCacheGroup`."""
 LayoutOf: TypeAlias = Callable[[Any, str, Latents], Coded | None]
 
 
@@ -66,7 +61,7 @@ def _keys_and_values(spec: Any, dtype: str, latents: Latents) -> Coded | None:
     heads = 2 * spec.num_kv_heads * spec.block_size * spec.head_size * spec.dtype.itemsize
     is_known = dtype in FP8 or spec.dtype in DTYPES
     fits = is_known and spec.head_size_v == spec.head_size and spec.unpadded_page_size_bytes == heads
-    return Coded() if fits else None
+    return (0, None) if fits else None
 
 
 def _latents(spec: Any, dtype: str, latents: Latents) -> Coded | None:
@@ -78,14 +73,14 @@ def _latents(spec: Any, dtype: str, latents: Latents) -> Coded | None:
     is_index = getattr(spec, "cache_role", None) is SparseCacheRole.INDEXER
     is_latent = 0 < latents.numbers < spec.head_size == sum(latents)
     fits = is_known and is_latent and not is_index and spec.page_size_bytes == nbytes
-    return Coded(latents.numbers) if fits else None
+    return (latents.numbers, None) if fits else None
 
 
 def _rows_of_656(spec: Any, dtype: str, latents: Latents) -> Coded | None:
     """Layout fp8_ds_mla of DeepSeek V3.2: 512 numbers in fp8, four float32 scales, and RoPE's 64 numbers in bf16."""
     is_known = dtype == DS_MLA and latents.numbers == 512 and spec.state_content_bytes == 656
     fits = is_known and spec.page_size_bytes == spec.block_size * 656
-    return Coded(512, Scales(row=656, piece=128, nbytes=4, stride=144, place=0, rope_at=16)) if fits else None
+    return (512, Scales(row=656, piece=128, nbytes=4, stride=144, place=0, rope_at=16)) if fits else None
 
 
 def _states_of_584(spec: Any, dtype: str, latents: Latents) -> Coded | None:
@@ -95,7 +90,7 @@ def _states_of_584(spec: Any, dtype: str, latents: Latents) -> Coded | None:
     """
     is_known = dtype == DS_MLA and spec.state_content_bytes == 584 and spec.tokens_per_state == 4
     fits = is_known and spec.head_size == 512 and spec.page_size_bytes >= spec.block_size // 4 * 584
-    return Coded(448, Scales(row=576, piece=64, nbytes=1, stride=8, place=2, rope_at=0)) if fits else None
+    return (448, Scales(row=576, piece=64, nbytes=1, stride=8, place=2, rope_at=0)) if fits else None
 
 
 def _window(spec: Any) -> int:

@@ -59,9 +59,11 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
         extra[DIGEST] = ""
         return
     if has_draft(vllm_config):
-        asked = without_profile(asked, "--speculative-config has a draft, whose layers a profile does not know")
+        why = ", but --speculative-config has a draft, whose layers a profile does not know: use"
+        asked = without_profile(asked, why)
     if (stages := parallel.pipeline_parallel_size) > 1:
-        asked = without_profile(asked, f"--pipeline-parallel-size is {stages}, and a profile is of all layers")
+        why = f", but --pipeline-parallel-size is {stages}, and a profile is of all layers: use"
+        asked = without_profile(asked, why)
     ranks = parallel.tensor_parallel_size
     chosen = choose_codec(asked, model.model, ranks, has_latents=model.use_mla, revision=model.revision)
     latent = Latents.of(vllm_config).numbers
@@ -126,10 +128,13 @@ def _compiled(architecture: str) -> str:
 
 
 def without_profile(asked: CodecConfig, why: str) -> CodecConfig:
-    """Return the codec to use when no profile can be used. Raises ConfigError if the configuration requires one."""
+    """Return the codec to use when no profile can be used. Raises ConfigError if the configuration requires one.
+
+    why: completes the sentence "codec.profile is X ... auto or wht-5x", from the comma to "use".
+    """
     if needs_profile(asked.name) or asked.profile:
         what = f"codec.profile is {asked.profile}" if asked.profile else f"codec.name is {asked.name}"
-        raise ConfigError(f"{what}, but {why}: use {AUTO} or {PLAIN}")
+        raise ConfigError(f"{what}{why} {AUTO} or {PLAIN}")
     return asked.model_copy(update={"name": PLAIN if asked.name == AUTO else asked.name})
 
 

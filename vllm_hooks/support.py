@@ -28,8 +28,6 @@ E4M3 = "fp8_e4m3"
 FP8 = {"fp8": Dtype.FLOAT8_E4M3, E4M3: Dtype.FLOAT8_E4M3, "fp8_e5m2": Dtype.FLOAT8_E5M2}
 """Dtypes with one byte a number, by --kv-cache-dtype. Codecs ignore a layer's scale, because it never changes while the
 engine runs."""
-
-
 DS_MLA = "fp8_ds_mla"
 """--kv-cache-dtype of latents in fp8 with scales of their own."""
 

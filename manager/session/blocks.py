@@ -298,19 +298,8 @@ class BlockTable:
 
     # -- users of a block ----------------------------------------------------------------------------
 
-    def use(self, rows: Rows, by: int) -> None:
-        """Add `by` to the users of rows, none twice; free unneeded rows."""
-        self._refer(self.users, rows, by)
-
-    def hold(self, rows: Rows, by: int) -> None:
-        """Add `by` to the holds of rows, none twice; free unneeded rows."""
-        self._refer(self.holds, rows, by)
-
-    def pin(self, rows: Rows, by: int) -> None:
-        """Add `by` to the pins of rows, none twice; free unneeded rows."""
-        self._refer(self.pins, rows, by)
-
-    def _refer(self, column: NDArray[Any], rows: Rows, by: int) -> None:
+    def refer(self, column: NDArray[Any], rows: Rows, by: int) -> None:
+        """Add `by` to the column `users`, `holds` or `pins` of rows, none twice; free unneeded rows."""
         column[rows] += by
         if by < 0:
             self.free_unneeded(rows)

@@ -247,7 +247,7 @@ class SessionManager:
             tail: the prompt's tokens behind the full blocks, as bytes; None if unknown.
         """
         rows = self.blocks.enter(self.shape.session_group, hashes, 0, self.table.rows_of(name, tenant))
-        self.blocks.hold(rows, +1)
+        self.blocks.refer(self.blocks.holds, rows, +1)
         known = first_false(self.blocks.users[rows] > 0) * self.shape.block_tokens
         session = self.table.attribute(hashes, rows, name, tenant, now)
         prompt = len(hashes) * self.shape.block_tokens if tokens is None else tokens
@@ -313,7 +313,7 @@ class SessionManager:
         request = self.requests.pop(request_id)
         session, held, lossy = request.session, request.rows, request.lossy
         more = self.blocks.enter(self.shape.session_group, hashes[len(held) :], len(held))
-        self.blocks.hold(more, +1)
+        self.blocks.refer(self.blocks.holds, more, +1)
         rows = np.concatenate([held[: len(hashes)], more])
         total = len(hashes) * self.shape.block_tokens if tokens is None else tokens
         if common_prefix(session.rows, rows) < len(rows):
@@ -338,7 +338,7 @@ class SessionManager:
         seconds, found = now - request.began, (request.found or 0) * self.shape.block_tokens
         self.events(events.Turn(session.session_id, session.tokens, len(session.rows), seconds, found, lossy))
         refused = self.said.take(session, request.hints, now)
-        self.blocks.hold(np.concatenate([held, more]), -1)
+        self.blocks.refer(self.blocks.holds, np.concatenate([held, more]), -1)
         if request.hints.release and len(session.rows) and session.requests == {request_id}:
             self.table.end(session, request_id)
             self.forget_session(session, DropCause.RELEASED)
@@ -464,7 +464,7 @@ class SessionManager:
         beside = NO_ROWS if point is None else point.rows
         pinned = rows if self.shape.stores_main else NO_ROWS
         self._loading[load_id] = np.concatenate([pinned, beside])
-        self.blocks.pin(self._loading[load_id], +1)
+        self.blocks.refer(self.blocks.pins, self._loading[load_id], +1)
         return beside
 
     def load_job(
@@ -481,8 +481,8 @@ class SessionManager:
         blocks = self.blocks
         groups, hashes = zip(*failed, strict=True) if failed else ((), ())
         bad = blocks.find(groups, hashes).tolist()  # -1 for none
-        blocks.hold(rows, +1)  # so that no row is freed before the end
-        blocks.pin(rows, -1)
+        blocks.refer(blocks.holds, rows, +1)  # so that no row is freed before the end
+        blocks.refer(blocks.pins, rows, -1)
         torn = self._torn.intersection(rows[blocks.pins[rows] == 0].tolist())
         self._torn -= torn
         is_bad = np.isin(rows, [*bad, *torn])
@@ -490,7 +490,7 @@ class SessionManager:
         self.drop(unused[blocks.is_droppable(unused)], DropCause.ABANDONED)
         self._lose(rows[is_bad])
         self.read(rows[blocks.is_saved(rows)])
-        blocks.hold(rows, -1)
+        blocks.refer(blocks.holds, rows, -1)
 
     def _lose(self, rows: Rows) -> None:
         """Drop compressed blocks that cannot be used. The caller holds the rows.
@@ -709,7 +709,7 @@ class SessionManager:
         counts = self._exact_tokens(rows, marks, group, session.tenant) if exact is None else np.full(length, exact)
         bounds = np.array([shape.bounds[tokens] for tokens in counts.tolist()], np.int64)
         needed, before = rows, self.blocks.saved_nbytes
-        self.blocks.hold(needed, +1)
+        self.blocks.refer(self.blocks.holds, needed, +1)
         fits = self._make_room(bounds, session, is_pressed)
         if self.blocks.saved_nbytes < before:  # blocks of the pool may have been released to make room
             fits = first_false(np.array(self.pool.lookup(group, hashes[:fits])) >= 0)
@@ -718,7 +718,7 @@ class SessionManager:
         rows, marks, counts = rows[:fits], marks[:fits], counts[:fits].astype(np.uint16)
         replaces = self.blocks.is_saved(rows)
         self.blocks.reserve(rows, bounds[:fits], session.tenant)
-        self.blocks.hold(needed, -1)
+        self.blocks.refer(self.blocks.holds, needed, -1)
         if not fits:
             return StoresBegun([], 0, is_gone, lost)
         self.events(events.EncodingBegins([MARKS[mark] for mark in marks.tolist()]))
@@ -832,14 +832,14 @@ class SessionManager:
             if (session := self.table.by_number.get(number)) is not None:
                 users[session] = None
         points = [session for row in rows.tolist() for session in self.points.lose(row, DropCause.FAILED)]
-        blocks.hold(rows, +1)
+        blocks.refer(blocks.holds, rows, +1)
         blocks.unreserve(rows)
         for session in points:
             self._end_at_point(session)
         torn_rows = torn_rows[blocks.is_saved(torn_rows)]
         self._torn.update(torn_rows[blocks.pins[torn_rows] > 0].tolist())
         self._lose(torn_rows[blocks.pins[torn_rows] == 0])
-        blocks.hold(rows, -1)
+        blocks.refer(blocks.holds, rows, -1)
         for session in users:
             self._put_off(session, now, is_full)
             session.refused_until = now + self.idle_after_s * 2**session.refusals

@@ -59,7 +59,7 @@ class ResumePoints:
         point = self._at.get(row)
         if point is None:
             point = self._at[row] = ResumePoint(row, depth, rows)
-            self._blocks.use(rows, +1)
+            self._blocks.refer(self._blocks.users, rows, +1)
             for part in rows.tolist():
                 self._of.setdefault(part, {})[row] = point
             if self.stands(point):
@@ -103,7 +103,7 @@ class ResumePoints:
         blocks = self._blocks
         unused = point.rows[blocks.users[point.rows] == 1]
         self._manager.drop(unused[blocks.is_droppable(unused)], cause)
-        blocks.use(point.rows, -1)
+        blocks.refer(blocks.users, point.rows, -1)
         self._set_spare(session, spare)  # the session's points may be the last users of a block
 
     def stored(self, rows: Iterable[int]) -> None:

@@ -372,7 +372,7 @@ class SessionTable:
         if not len(rows):
             return
         self._set_rows(session, np.concatenate([session.rows, rows]))
-        self.blocks.use(rows, +1)
+        self.blocks.refer(self.blocks.users, rows, +1)
         self.blocks.change_origin(rows, 0, session.number)
         self.set_cold(session, False)
 
@@ -382,7 +382,7 @@ class SessionTable:
         if len(cut := session.rows[length:]):
             self._set_rows(session, session.rows[:length].copy())
             self.blocks.change_origin(cut, session.number, 0)
-            self.blocks.use(cut, -1)
+            self.blocks.refer(self.blocks.users, cut, -1)
         if not length and not session.requests and self.by_id.get(session.session_id) is session:
             self._forget(session)
 
