@@ -24,7 +24,6 @@ from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.manager import Outcome, PointParts, Request, SessionManager, Store
 from manthan.manager.session.prefetch import Prefetcher
 from manthan.manager.session.table import Session
-from manthan.manager.tiers.tier import STORE_FULL
 from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Answers, Transfer, TransferResult, Weigh, weighed
 
 if TYPE_CHECKING:
@@ -463,9 +462,9 @@ class Driver:
     def _refuse(self, store: Store, causes: dict[int, set[str]], now: float, torn: Sequence[int] = ()) -> None:
         """Tell the manager which blocks of a store are not saved. torn: those that some rank may have stored."""
         if causes:
-            is_full = any(STORE_FULL in told for told in causes.values())
             torn = () if store.is_void else torn
-            self.manager.store_failed(store, list(causes), now, is_full=is_full, torn=torn)
+            is_refused = any(told - {NEEDED, RESET} for told in causes.values())
+            self.manager.store_failed(store, list(causes), now, is_refused, torn)
         for told in (each - {NEEDED, RESET} for each in causes.values()):
             if told:
                 self.manager.events(StoreFailed(sorted(told)))

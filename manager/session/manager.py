@@ -45,7 +45,7 @@ from manthan.policies.ranking import Ranking
 
 Leave = Callable[[int, Sequence[bytes]], None]
 
-DOUBLINGS = 5  # most doublings of the wait until a session is saved again, after the tiers had no room for it
+DOUBLINGS = 5  # most doublings of the wait until a session is saved again, after the tiers had no room for it or failed
 LOOKED_AT = 32  # most sessions whose blocks `lead_overwritten` orders
 STEP_BLOCKS = 192  # most blocks that a step sorts in the pool, which walks block by block
 AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
@@ -616,10 +616,10 @@ class SessionManager:
         bound = self.shape.groups[self.shape.main].bounds[0]
         return taken + bound * int((blocks.status[session.rows] == 0).sum()) > self.budget_nbytes
 
-    def _put_off(self, session: Session, now: float, is_full: bool = True) -> None:
-        """Save a session later. is_full: True if the tiers have no room, False if a store failed otherwise."""
+    def _put_off(self, session: Session, now: float, is_refused: bool = True) -> None:
+        """Save a session later. is_refused: True if the tiers had no room or failed, so that it waits twice as long."""
         self._stop_saving(session)
-        session.refusals = min(session.refusals + is_full, DOUBLINGS)
+        session.refusals = min(session.refusals + is_refused, DOUBLINGS)
         if not session.requests:
             self.due.set(session.session_id, now + self.idle_after_s * 2**session.refusals)
 
@@ -765,7 +765,7 @@ class SessionManager:
         good = np.array(sorted(nbytes), np.int64)
         dropped = store.replaces[good] & ~blocks.is_saved(store.rows[good])
         if dropped.any():  # the older block was dropped meanwhile, and perhaps the new one with it
-            self.store_failed(store, good[dropped].tolist(), now, is_full=False)
+            self.store_failed(store, good[dropped].tolist(), now, is_refused=False)
             good = good[~dropped]
         rows = store.rows[good]
         for row in rows[blocks.is_saved(rows)][:1].tolist():  # all sessions of a head share the first block
@@ -812,12 +812,12 @@ class SessionManager:
             self.pool.keep(group, hashes[::-1])
 
     def store_failed(
-        self, store: Store, failed: Sequence[int], now: float, is_full: bool, torn: Sequence[int] = ()
+        self, store: Store, failed: Sequence[int], now: float, is_refused: bool, torn: Sequence[int] = ()
     ) -> None:
         """Note which of a store's blocks some rank could not store, by index in the store.
 
         Args:
-            is_full: True if there was no room.
+            is_refused: see `_put_off`.
             torn: failed blocks that some rank may have replaced, and another not.
         """
         blocks, rows, torn_rows = self.blocks, store.rows[list(failed)], store.rows[list(torn)]
@@ -841,8 +841,15 @@ class SessionManager:
         self._lose(torn_rows[blocks.pins[torn_rows] == 0])
         blocks.refer(blocks.holds, rows, -1)
         for session in users:
-            self._put_off(session, now, is_full)
+            self._put_off(session, now, is_refused)
             session.refused_until = now + self.idle_after_s * 2**session.refusals
+
+    def store_is_back(self) -> None:
+        """Save sessions now that were put off while the store was down."""
+        for session in self.table.by_id.values():
+            if session.refusals and not session.requests:
+                session.refusals, session.refused_until = 0, 0.0
+                self.due.set(session.session_id, session.last_used + self.idle_after_s)
 
     def _check_cold(self, session: Session, now: float) -> None:
         """Note that a session is cold, if all its blocks are saved."""

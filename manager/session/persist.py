@@ -382,6 +382,8 @@ class RedisLink(_Link):
         if self.sessions.is_up is not self._was_up:
             self._was_up = self.sessions.is_up
             self._manager.events(StoreIsUp(self._was_up))
+            if self._was_up:
+                self._manager.store_is_back()
         for request_id, result in self.sessions.take().items() if self.sessions.has_answers else ():
             if (lookup := self._lookups.pop(request_id, None)) is None:
                 continue

@@ -88,7 +88,7 @@ class Session(Struct, eq=False, gc=False):
     is_cold: bool = False
     points: tuple[ResumePoint, ...] = ()  # resume points, the deepest last
     prompt_depth: int = 0  # depth of the resume point at the end of the last prompt, kept besides the deepest
-    refusals: int = 0  # number of consecutive refusals for lack of room in the tiers
+    refusals: int = 0  # number of consecutive stores that the tiers had no room for, or that failed
     refused_until: float = 0.0  # time until which the session is not saved, after a failed store
     is_pressed: bool = False  # true if the session is being saved because memory is short
     stored: int = 0  # blocks saved since the last request's begin, or since the session went cold
