@@ -1,6 +1,6 @@
 """Blocks of the paged cache as the CPU reads, encodes, decodes and writes them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -43,49 +43,47 @@ class PagedMemory:
 
     def gather(self, block_id: int) -> Arrays:
         """Return a block's arrays."""
+        if self._device.type == "cpu":  # nothing is copied before it is sorted
+            return self._arrays([rows[block_id] for rows in self._rows], [rows[block_id] for rows in self._raw])
         gathered = self.gather_soon(block_id)
         self._wait()
         return gathered()
 
     def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
         """Begin to gather a block on the current stream. Return a function to call once the stream has done so."""
-        coded = _copied(torch.stack([rows[block_id] for rows in self._rows])) if self._rows else None
-        raw = _copied(torch.cat([rows[block_id] for rows in self._raw])) if self._raw else None
-        return lambda: (*self._sorted(coded), *self._as_bytes(raw))
+        coded = _copied(torch.stack([rows[block_id] for rows in self._rows])) if self._rows else ()
+        raw = [_copied(torch.cat([rows[block_id] for rows in self._raw]))] if self._raw else []
+        return lambda: self._arrays(coded, raw)
 
     def scatter(self, block_id: int, *numbers: Numbers) -> None:
         """Write a block's arrays, and wait until they are written."""
-        there, here = [rows[block_id] for rows in (*self._rows, *self._raw)], list[torch.Tensor]()
         if self._rows:
-            keys, values, numbers = *numbers[:2], numbers[2:]
-            rows: Numbers = np.empty((len(self._rows), there[0].numel()), keys.dtype)
-            for n, (row, layer) in enumerate(zip(rows, self._coded, strict=True)):
-                row[layer.keys], row[layer.values] = keys[n].reshape(-1), values[n].reshape(-1)
-            here += torch.from_numpy(rows).view(there[0].dtype).to(self._device)
+            there, is_host = [rows[block_id] for rows in self._rows], self._device.type == "cpu"
+            new: Numbers = np.empty((0 if is_host else len(there), there[0].numel()), numbers[0].dtype)
+            for n, (row, layer) in enumerate(zip(map(_as_numpy, there) if is_host else new, self._coded, strict=True)):
+                row[layer.keys], row[layer.values] = numbers[0][n].reshape(-1), numbers[1][n].reshape(-1)
+            if not is_host:
+                torch._foreach_copy_(there, list(torch.from_numpy(new).view(there[0].dtype).to(self._device)))
         if self._raw:
-            octets = torch.from_numpy(numbers[0].reshape(-1).copy())  # torch wants writable memory
-            here += octets.to(self._device).split([rows.shape[1] for rows in self._raw])
-        torch._foreach_copy_(there, here)
+            octets = torch.from_numpy(numbers[2 if self._rows else 0].reshape(-1).copy())  # torch wants writable memory
+            parts = octets.to(self._device).split([rows.shape[1] for rows in self._raw])
+            torch._foreach_copy_([rows[block_id] for rows in self._raw], parts)
         self._wait()
 
-    def _sorted(self, copied: torch.Tensor | None) -> Arrays:
-        """Return keys and values of a block, given its numbers in each layer, in the order of memory."""
-        if copied is None:
-            return ()
-        rows = _as_numpy(copied)
-        keys, values = (np.empty(numbers, rows.dtype) for numbers in (self._shape.numbers, self._shape.value_numbers))
-        for n, (row, layer) in enumerate(zip(rows, self._coded, strict=True)):
+    def _arrays(self, coded: Iterable[torch.Tensor], raw: Sequence[torch.Tensor]) -> Arrays:
+        """Return a block's arrays. coded: its numbers in each layer, in the order of memory. raw: its bytes."""
+        octets = np.concatenate([part.numpy() for part in raw]) if raw else None
+        if octets is not None and self._shape.is_raw:
+            return octets.reshape(self._shape.numbers), np.empty(self._shape.value_numbers, np.uint8)
+        (numbers, dtype), (value_numbers, _), *_ = self._shape.arrays
+        keys, values = np.empty(numbers, dtype), np.empty(value_numbers, dtype)
+        for n, (row, layer) in enumerate(zip(map(_as_numpy, coded), self._coded, strict=True)):
             # With mode="clip" numpy needs no buffer. All positions are in range.
             np.take(row, layer.keys, out=keys[n].reshape(-1), mode="clip")
             np.take(row, layer.values, out=values[n].reshape(-1), mode="clip")
-        return keys, values
-
-    def _as_bytes(self, copied: torch.Tensor | None) -> Arrays:
-        if copied is None:
-            return ()
-        if self._shape.beside is not None:
-            return (copied.numpy().reshape(self._shape.beside.numbers),)
-        return copied.numpy().reshape(self._shape.numbers), np.empty(self._shape.value_numbers, np.uint8)
+        if octets is None or self._shape.beside is None:
+            return keys, values
+        return keys, values, octets.reshape(self._shape.beside.numbers)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
