@@ -29,6 +29,12 @@ ENV_PREFIX = "MANTHAN_"
 KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")
 """Variables put into every pod of a namespace by a Service named `manthan` or `manthan-redis`."""
 DEFAULT, ARGUMENT = "default", "argument"
+RENAMED = {
+    **{"idle_after_s": "idle.after_s", "min_tokens": "idle.min_tokens", "backend": "codec.backend"},
+    **{"cold_store": "tiers", "cold_store.encryption": "sealing", "disk": "tiers.disk", "redis": "tiers.redis"},
+    **{"quotas": "tenants", "quotas.tenants": "tenants.shares", "quotas.pinned_share": "tiers.pinned_share"},
+}
+"""Names of keys and groups by old names, which count with a warning until the release after 0.2."""
 LONG_UNSAVED_S = 30  # most seconds of idle.after_s without a warning at start-up
 
 
@@ -127,13 +133,17 @@ def _warn_once(sentence: str) -> None:
 
 
 def _leaves(key: str, value: object, source: str) -> Iterator[tuple[str, _Given]]:
-    """Yield key and value of each of FIELDS that `key: value` sets, with shorthands replaced."""
-    group = GROUPS.get(key)
+    """Yield key and value of each of FIELDS that `key: value` sets, with shorthands and old names replaced."""
+    new = _renamed(key)
+    group = GROUPS.get(new)
     if group and isinstance(value, Mapping):
         for inner, inner_value in value.items():
             yield from _leaves(f"{key}.{inner}", inner_value, source)
     elif group and value is None:  # a group with all keys commented out
         return
+    elif new != key:
+        _warn_once(f"Manthan: {source}: {key} is {new} now")
+        yield from _leaves(new, value, source)
     elif not _is_known(key):
         raise ConfigError(f"{source}: unknown key '{key}'{nearest(key, (*FIELDS, *GROUPS))}")
     elif group is None:
@@ -145,7 +155,14 @@ def _leaves(key: str, value: object, source: str) -> Iterator[tuple[str, _Given]
         yield f"{key}.{group.shorthand}", _Given(value, source)
 
 
+def _renamed(key: str) -> str:
+    """Return the new name of a key or group with an old name."""
+    old = max((old for old in RENAMED if f"{key}.".startswith(f"{old}.")), key=len, default="")
+    return RENAMED[old] + key[len(old) :] if old else key
+
+
 def _is_known(key: str) -> bool:
+    key = _renamed(key)
     return key in FIELDS or key in GROUPS or (key.startswith("policy.") and key != "policy.")
 
 

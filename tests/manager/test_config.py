@@ -263,6 +263,35 @@ def test_a_time_that_leaves_sessions_unsaved_for_long_is_said(
     assert [f"idle.after_s is {after_s}:" in message for message in caplog.messages] == [True] * is_long
 
 
+@pytest.mark.parametrize(
+    ("old", "value", "new"),
+    [
+        ("idle_after_s", 5, "idle.after_s"),
+        ("cold_store", {"kind": "disk"}, "tiers.kind"),
+        ("cold_store", {"encryption": {"key_file": "/k"}}, "sealing.key_file"),
+        ("redis", {"url": "redis://x"}, "tiers.redis.url"),
+        ("quotas", {"pinned_share": 0.5}, "tiers.pinned_share"),
+        ("quotas", {"header": "X-Who"}, "tenants.header"),
+    ],
+)
+def test_a_value_under_an_old_name_counts_and_the_log_says_the_new_one(
+    old: str, value: object, new: str, write: WriteYaml
+) -> None:
+    leaf, key = value, old
+    while isinstance(leaf, dict):
+        ((name, leaf),) = leaf.items()
+        key += f".{name}"
+    path, variable = write(yaml.safe_dump({old: value})), f"MANTHAN_{key.replace('.', '__').upper()}"
+    flags: dict[str, object] = {"--manthan-disk-path": "/x", "tiers.kind": "redis"}
+    if new == "tiers.kind":
+        del flags[new]
+    for source, given in ((str(path), load(path, **flags)), (variable, load(None, {variable: str(leaf)}, **flags))):
+        assert given == load(**flags, **{new: leaf}) != load(**flags), source
+    with warnings() as messages:
+        load(path, {}, **flags, **{key: leaf})
+    assert f"Manthan: argument: {key} is {new} now" in messages
+
+
 def test_an_empty_file_and_empty_groups_are_the_defaults(write: WriteYaml) -> None:
     assert load(write("")) == load(write("tiers:\npolicy:\n")) == load()
 

@@ -59,7 +59,7 @@ def test_a_failed_store_leaves_the_session_idle_and_is_tried_again() -> None:
     assert talks.states() == {"s": "idle"}
     assert talks.dropped() == [("b", DropCause.FAILED)], "a rank may have stored it"
     assert talks.told(StoreFailed) == [StoreFailed(["no space"])]
-    assert talks.driver.next_deadline == talks.now + IDLE_AFTER_S
+    assert talks.driver.next_deadline == talks.now + 2 * IDLE_AFTER_S
     talks.holds = False
     assert last_words(talks.rest()) == "b"
     assert talks.states() == {"s": "cold"}
