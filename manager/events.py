@@ -31,7 +31,7 @@ class Event(Struct, frozen=True):
     """Base of the events."""
 
 
-class Turn(Event, frozen=True):
+class Turn(Event, frozen=True, tag=True, array_like=True):
     """A request of a session ended."""
 
     session_id: str
@@ -42,7 +42,7 @@ class Turn(Event, frozen=True):
     lossy: int  # number of found tokens that were decoded or derived
 
 
-class Evicted(Event, frozen=True):
+class Evicted(Event, frozen=True, tag=True, array_like=True):
     """A session went cold."""
 
     session_id: str
@@ -59,7 +59,7 @@ class Evicted(Event, frozen=True):
     is_pressed: bool  # true if memory was short, false if the session was idle for long enough
 
 
-class Restored(Event, frozen=True):
+class Restored(Event, frozen=True, tag=True, array_like=True):
     """A load ended."""
 
     session_id: str
@@ -72,7 +72,7 @@ class Restored(Event, frozen=True):
     request_id: str | None  # of the request that waited; None for a prefetch
 
 
-class Lost(Event, frozen=True):
+class Lost(Event, frozen=True, tag=True, array_like=True):
     """A session lost compressed blocks."""
 
     session_id: str
@@ -81,14 +81,14 @@ class Lost(Event, frozen=True):
     cause: DropCause
 
 
-class Pinned(Event, frozen=True):
+class Pinned(Event, frozen=True, tag=True, array_like=True):
     """A session was pinned, or is pinned no more."""
 
     session_id: str
     is_pinned: bool
 
 
-class Parent(Event, frozen=True):
+class Parent(Event, frozen=True, tag=True, array_like=True):
     """A client named a session's parent session."""
 
     session_id: str

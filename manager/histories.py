@@ -4,7 +4,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
-from typing import Any
+from typing import TypeAlias
+
+from msgspec import msgpack
 
 from manthan.manager.config.sentences import human_bytes
 from manthan.manager.events import DropCause, Event, Evicted, Lost, Parent, Pinned, Restored, Turn
@@ -13,6 +15,10 @@ from manthan.manager.session.table import Session
 
 EVENTS_A_SESSION = 64
 MOST_EVENTS = 65_536  # of all sessions; the history to which nothing was added for longest is dropped first
+
+Told: TypeAlias = Turn | Evicted | Restored | Lost | Pinned | Parent
+"""Events of histories. Each is kept as a few dozen bytes, which Python's garbage collector ignores."""
+_encode, _decode = msgpack.Encoder().encode, msgpack.Decoder(tuple[float, Told]).decode
 
 
 class EventKind(StrEnum):
@@ -51,66 +57,61 @@ class Histories:
     def __init__(self, manager: SessionManager, clock: Callable[[], float]) -> None:
         self._table, self._block_tokens = manager.table, manager.shape.block_tokens
         self._clock = clock
-        self._histories: OrderedDict[str, tuple[tuple[Any, ...], ...]] = OrderedDict()
-        """Fields of the events by session id, the most recently extended last.
-
-        Tuples of plain values, because Python's garbage collector ignores them.
-        """
+        self._histories: OrderedDict[str, tuple[bytes, ...]] = OrderedDict()
+        """Encoded events by session id, the most recently extended last."""
         self._count = 0
         manager.table.gone.append(lambda session: self._forget(session.session_id))
 
     def of(self, session: Session) -> Sequence[HistoryEvent]:
         """Return a session's last events, the oldest first."""
-        kept = self._histories.get(session.session_id, ())
-        return [HistoryEvent(at, EventKind(kind), *facts) for at, kind, *facts in kept]
+        return [self._told(*_decode(each)) for each in self._histories.get(session.session_id, ())]
 
     def __call__(self, event: Event) -> None:
         """Add an event of the stream to the session's history."""
-        tokens_of = self._block_tokens
+        if not isinstance(event, Told) or event.session_id not in self._table.by_id:
+            return
+        history = self._histories.get(event.session_id, ())
+        self._count += len(history) < EVENTS_A_SESSION
+        self._histories[event.session_id] = (*history, _encode((self._clock(), event)))[-EVENTS_A_SESSION:]
+        self._histories.move_to_end(event.session_id)
+        while self._count > MOST_EVENTS:
+            self._forget(next(iter(self._histories)))
+
+    def _told(self, at: float, event: Told) -> HistoryEvent:
+        """Return an event for people."""
         match event:
-            case Turn(session_id, tokens, blocks, seconds, found):
+            case Turn(_, tokens, blocks, seconds, found):
                 text = f"A request ended after {seconds:.3g} s with {tokens} tokens; "
                 text += f"{found} of the prompt were in the cache."
-                self._add(session_id, EventKind.TURN, text, tokens, blocks, None, seconds, found)
-            case Evicted(session_id, blocks, tokens=tokens, cold_nbytes=nbytes, took_s=seconds):
+                return HistoryEvent(at, EventKind.TURN, text, tokens, blocks, None, seconds, found)
+            case Evicted(_, blocks, tokens=tokens, cold_nbytes=nbytes, took_s=seconds):
                 why = "Memory was short. " if event.is_pressed else ""
                 before = ", the others before" if event.stored < blocks else ""
                 text = (
                     f"{why}Went cold in {seconds:.3g} s: {tokens} tokens, {human_bytes(nbytes)} compressed "
                     f"({event.stored} of {blocks} blocks encoded{before})."
                 )
-                self._add(session_id, EventKind.EVICTED, text, tokens, blocks, nbytes, seconds)
-            case Restored(session_id, _, good, nbytes=nbytes, seconds=seconds):
-                tokens, is_prefetch = good * tokens_of, event.request_id is None
+                return HistoryEvent(at, EventKind.EVICTED, text, tokens, blocks, nbytes, seconds)
+            case Restored(_, _, good, nbytes=nbytes, seconds=seconds):
+                tokens, is_prefetch = good * self._block_tokens, event.request_id is None
                 saved = None if is_prefetch else tokens
                 kind = EventKind.PREFETCHED if is_prefetch else EventKind.RESTORED
                 when = "before a request, in" if is_prefetch else "in"
                 note = f" ({', '.join(sorted(set(event.causes)))})" if event.causes else ""
                 text = f"Came back {when} {seconds:.3g} s: {tokens} tokens out of {human_bytes(nbytes)}{note}."
-                self._add(session_id, kind, text, tokens, good, nbytes, seconds, saved)
-            case Lost(session_id, blocks, nbytes, cause):
-                size, tokens = human_bytes(nbytes), blocks * tokens_of
+                return HistoryEvent(at, kind, text, tokens, good, nbytes, seconds, saved)
+            case Lost(_, blocks, nbytes, cause):
+                size, tokens = human_bytes(nbytes), blocks * self._block_tokens
                 text = f"Lost {size} of compressed blocks, {tokens} tokens ({cause})."
                 if cause is DropCause.BUDGET:
                     text = f"Was cut for want of room: its last {tokens} tokens, {size} compressed, are dropped."
-                self._add(session_id, EventKind.DROPPED, text, tokens, blocks, nbytes)
-            case Pinned(session_id, is_pinned=True):
-                self._add(session_id, EventKind.PINNED, "Was pinned.")
-            case Pinned(session_id):
-                self._add(session_id, EventKind.UNPINNED, "Is not pinned any more.")
-            case Parent(session_id, parent):
-                self._add(session_id, EventKind.PARENT, f"Works for {parent}.")
-
-    def _add(self, session_id: str, kind: EventKind, text: str, *facts: float | None) -> None:
-        """Add an event. facts: the first fields of `HistoryEvent` behind `text`."""
-        if session_id not in self._table.by_id:
-            return
-        history = self._histories.get(session_id, ())
-        self._count += len(history) < EVENTS_A_SESSION
-        self._histories[session_id] = (*history, (self._clock(), kind.value, text, *facts))[-EVENTS_A_SESSION:]
-        self._histories.move_to_end(session_id)
-        while self._count > MOST_EVENTS:
-            self._forget(next(iter(self._histories)))
+                return HistoryEvent(at, EventKind.DROPPED, text, tokens, blocks, nbytes)
+            case Pinned(_, is_pinned):
+                if is_pinned:
+                    return HistoryEvent(at, EventKind.PINNED, "Was pinned.")
+                return HistoryEvent(at, EventKind.UNPINNED, "Is not pinned any more.")
+            case Parent(_, parent):
+                return HistoryEvent(at, EventKind.PARENT, f"Works for {parent}.")
 
     def _forget(self, session_id: str) -> None:
         self._count -= len(self._histories.pop(session_id, ()))
