@@ -143,7 +143,7 @@ class Pool(Protocol):
         """Yield the unsaved blocks among the first `most` of the free queue, from the head on."""
 
     def saved(self, most: int) -> Iterator[tuple[int, FreeBlock]]:
-        """Yield the saved blocks among the first `most` of the free queue, each with its index there."""
+        """Yield the saved blocks, but those given up, among the first `most` of the free queue, each with its index."""
 
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
         """Yield saved blocks of computed KV that the pool will not overwrite soon, the one overwritten last first.

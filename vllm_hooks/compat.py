@@ -680,7 +680,7 @@ class VllmPool:
 
     def saved(self, most: int) -> Iterator[tuple[int, FreeBlock]]:
         for at, block in enumerate(list(islice(self._free.iter_blocks_after(None), most))):
-            if block.block_hash is not None and block.block_id in self._saved:
+            if block.block_hash is not None and block.block_id in self._saved and block.block_id not in self._given_up:
                 yield at, _named(block)
 
     def redundant(self, spare: int) -> Iterator[FreeBlock]:

@@ -172,7 +172,8 @@ class SimulatedPool:
 
     def saved(self, most: int) -> Iterator[tuple[int, FreeBlock]]:
         before = len(self._empty)
-        return enumerate(map(self._named, list(islice(self._kept, max(0, most - before)))), before)
+        first = enumerate(list(islice(self._kept, max(0, most - before))), before)
+        return ((at, self._named(block)) for at, block in first if block not in self._given_up)
 
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
         computed = self._saved - self._given_up - self.marks.decoded

@@ -66,10 +66,11 @@ def prometheus(server: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> 
         for name in ("seen-1", "seen-2", "seen-3"):
             ask(server, name)
         prometheus.wait_for(lambda: seen(prometheus, "evictions") >= before["evictions"] + 3, "see sessions go cold")
-        for number in range(8):  # more than the pool holds beside them
-            ask(server, f"later-{number}")
         ask(server, "seen-1", {"prefetch": ["seen-2"]})
         prometheus.wait_for(lambda: seen(prometheus, "prefetches") > before["prefetches"], "see a prefetch")
+        for number in range(8):  # more than the pool holds besides
+            ask(server, f"later-{number}")
+        ask(server, "seen-1")
         prometheus.wait_for(lambda: seen(prometheus, "restores") > before["restores"], "see a session come back")
         more = count(1)
 

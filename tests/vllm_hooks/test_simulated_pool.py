@@ -141,6 +141,8 @@ class TwoPools(RuleBasedStateMachine):
                 for found in (ours.unsaved(count), ours.redundant(count))
             )
             assert unsaved == list(theirs.unsaved(count))
+            saved = [(at, (each.group, each.block_hash, each.block_id + 1)) for at, each in ours.saved(count)]
+            assert saved == list(theirs.saved(count))
             assert sorted(redundant) == sorted(theirs.redundant(count))
             free = [each for each in redundant if not self.vllm.blocks[each[2]].ref_cnt]
             assert free == [each for each in theirs.redundant(count) if not self.vllm.blocks[each.block_id].ref_cnt]
@@ -148,3 +150,19 @@ class TwoPools(RuleBasedStateMachine):
 
 TwoPools.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestTwoPools = TwoPools.TestCase
+
+
+def test_a_block_given_up_is_an_unsaved_one_once_a_request_has_used_it() -> None:
+    pools = TwoPools()
+    pools.run_a_request("a b a", 0)
+    for pool, first in pools.both:
+        pool.free([block + first for block in pools.held[0][::-1]])
+        pool.give_up(0, names("a b a"))
+        assert pool.runway(BLOCKS) == BLOCKS
+        assert pool.lookup(0, names("a b a")) == [block + first for block in pools.held[0]]
+        used = pool.lookup(0, names("a b"))
+        pool.hold(used)
+        pool.free(used[::-1])
+        assert pool.runway(BLOCKS) == BLOCKS - 2
+    pools.the_same_blocks_are_free_in_the_same_order()
+    pools.both_answer_alike()
