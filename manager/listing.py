@@ -222,7 +222,7 @@ class Listing:
             Sort.STATE: lambda session: STATES.index(session.state),
             Sort.EXPECTED: lambda session: math.inf if session.expected is None else session.expected,
         }
-        return self._resident().__getitem__ if sort is Sort.HOT_BYTES else values[sort]
+        return self._resident().__getitem__ if sort == Sort.HOT_BYTES else values[sort]
 
     def _cold_nbytes(self, session: Session) -> int:
         points = self._blocks.nbytes_of(session.point_rows) if session.points else 0

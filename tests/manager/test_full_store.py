@@ -8,7 +8,7 @@ from talks import IDLE_AFTER_S, Talks
 
 from manthan.manager.session.manager import DOUBLINGS
 from manthan.manager.tiers.tier import STORE_FULL
-from manthan.manager.transfer import Transfer, TransferResult, on_each
+from manthan.manager.transfer import NEEDED, STORE_DOWN, Transfer, TransferResult, on_each
 
 LONGEST_S = 2**DOUBLINGS * IDLE_AFTER_S
 
@@ -38,15 +38,25 @@ def waits(talks: Talks, count: int) -> list[float]:
     return [later - earlier for earlier, later in pairwise(tries(talks, count + 1))]
 
 
-def test_a_session_without_room_is_tried_less_and_less_often(full: Talks) -> None:
+@pytest.mark.parametrize("cause", [STORE_FULL, "broken"])
+def test_a_session_that_the_tiers_refuse_is_tried_less_and_less_often(cause: str, full: Talks) -> None:
+    full.refuses = lambda block: cause
     doubled = [IDLE_AFTER_S * 2**n for n in range(1, DOUBLINGS + 1)]
     assert waits(full, DOUBLINGS + 2) == [*doubled, LONGEST_S, LONGEST_S]
     assert full.states() == {"refused": "idle"}
 
 
-def test_a_store_that_failed_otherwise_is_tried_again_after_the_idle_time(full: Talks) -> None:
-    full.refuses = lambda block: "broken"
+def test_a_store_that_gave_its_blocks_back_is_tried_again_after_the_idle_time(full: Talks) -> None:
+    full.refuses = lambda block: NEEDED
     assert waits(full, 9) == [IDLE_AFTER_S] * 9
+
+
+def test_once_the_store_is_back_sessions_are_saved_at_once(full: Talks) -> None:
+    full.refuses = lambda block: STORE_DOWN
+    tries(full, DOUBLINGS)
+    full.manager.store_is_back()
+    assert full.driver.next_deadline is not None
+    assert full.driver.next_deadline <= full.now
 
 
 def test_a_request_ends_the_waiting(full: Talks) -> None:
