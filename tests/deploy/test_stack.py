@@ -108,8 +108,9 @@ def test_what_an_alert_looks_at_has_data(alert: dict[str, Any], prometheus: Prom
     value = re.sub(r" [<>=!]+ [\d.e-]+$", "", alert["expr"])
     assert value != alert["expr"], "it ends with no comparison"
     values = prometheus.query(value)
-    assert values
-    assert alert["alert"] == "ManthanRestoresDiverge" or all(map(math.isfinite, values))
+    is_rare = alert["alert"] == "ManthanRestoresDiverge"  # of five restores in 1,000 each
+    assert is_rare or values
+    assert is_rare or all(map(math.isfinite, values))
     assert rule(prometheus, alert["alert"])[0] == "ok"
 
 
