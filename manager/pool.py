@@ -128,9 +128,9 @@ class Pool(Protocol):
         """Note blocks that are no longer saved: the pool overwrites them last, the first at the very end."""
 
     def give_up(self, group: int, block_hashes: Sequence[bytes]) -> None:
-        """Overwrite these blocks without a reference next, the last first, as if they were saved.
+        """Overwrite these blocks next, the last first, as if they were saved. Referenced blocks are left as they are.
 
-        They stay in the prefix cache until then. A block that a request uses meanwhile is an unsaved one again.
+        The blocks stay in the prefix cache until then. A request that uses a block makes it an unsaved one again.
         """
 
     def release(self, group: int, block_hashes: Sequence[bytes]) -> None:

@@ -30,9 +30,16 @@ KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|
 """Variables put into every pod of a namespace by a Service named `manthan` or `manthan-redis`."""
 DEFAULT, ARGUMENT = "default", "argument"
 RENAMED = {
-    **{"idle_after_s": "idle.after_s", "min_tokens": "idle.min_tokens", "backend": "codec.backend"},
-    **{"cold_store": "tiers", "cold_store.encryption": "sealing", "disk": "tiers.disk", "redis": "tiers.redis"},
-    **{"quotas": "tenants", "quotas.tenants": "tenants.shares", "quotas.pinned_share": "tiers.pinned_share"},
+    "idle_after_s": "idle.after_s",
+    "min_tokens": "idle.min_tokens",
+    "backend": "codec.backend",
+    "cold_store": "tiers",
+    "cold_store.encryption": "sealing",
+    "disk": "tiers.disk",
+    "redis": "tiers.redis",
+    "quotas": "tenants",
+    "quotas.tenants": "tenants.shares",
+    "quotas.pinned_share": "tiers.pinned_share",
 }
 """Names of keys and groups by old names, which count with a warning until the release after 0.2."""
 LONG_UNSAVED_S = 30  # most seconds of idle.after_s without a warning at start-up
@@ -49,10 +56,11 @@ class Resolved(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """Value, and its source; see `Resolved`."""
+    """Value, and its source; see `Resolved`. old: old name by which the source sets the value."""
 
     value: object
     source: str
+    old: str = ""
 
 
 def resolve_config(
@@ -81,7 +89,11 @@ def resolve_config(
         if value is not None
     ]
     for layer in (file, known, options):
-        above = dict(chain.from_iterable(_leaves(*one) for one in layer))
+        above = dict[str, _Given]()
+        for key, one in chain.from_iterable(_leaves(*one) for one in layer):
+            if key in above and (old := above[key].old or one.old):
+                raise ConfigError(f"{one.source}: {old} is {key} now, and both are set: leave out {old}")
+            above[key] = one
         name = above.get("policy.name")
         if name and name.value != given.get("policy.name", name).value:  # another policy has other options
             given = {key: one for key, one in given.items() if not key.startswith("policy.")}
@@ -143,7 +155,7 @@ def _leaves(key: str, value: object, source: str) -> Iterator[tuple[str, _Given]
         return
     elif new != key:
         _warn_once(f"Manthan: {source}: {key} is {new} now")
-        yield from _leaves(new, value, source)
+        yield from ((leaf, one._replace(old=key)) for leaf, one in _leaves(new, value, source))
     elif not _is_known(key):
         raise ConfigError(f"{source}: unknown key '{key}'{nearest(key, (*FIELDS, *GROUPS))}")
     elif group is None:
@@ -168,7 +180,7 @@ def _is_known(key: str) -> bool:
 
 def _nested(given: Mapping[str, _Given]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
-    for key, (value, _) in given.items():
+    for key, (value, *_) in given.items():
         *groups, name = key.split(".") if key in FIELDS else key.split(".", 1)
         inside = nested
         for group in groups:
@@ -184,5 +196,5 @@ def _sentence(error: ValidationError, given: Mapping[str, _Given]) -> str:
         return f"{', '.join(dict.fromkeys(given[name].source for name in given if name in said))}: {said}"
     while key not in given:  # the mistake is inside a value that is a mapping
         key = key.rpartition(".")[0]
-    value, source = given[key]
+    value, source, _ = given[key]
     return f"{source}: {must_be(key, FIELDS[key].description, value)}"

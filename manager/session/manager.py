@@ -43,8 +43,6 @@ from manthan.manager.transfer import JOB_BLOCKS, Answers, Transfer
 from manthan.policies import EvictionPolicy, PolicyOptions
 from manthan.policies.ranking import Ranking
 
-Leave = Callable[[int, Sequence[bytes]], None]
-
 DOUBLINGS = 5  # most doublings of the wait until a session is saved again, after the tiers had no room for it or failed
 LOOKED_AT = 32  # most sessions whose blocks `lead_overwritten` orders
 STEP_BLOCKS = 192  # most blocks that a step sorts in the pool, which walks block by block
@@ -1189,13 +1187,19 @@ class SessionManager:
 
     # -- dropping -------------------------------------------------------------------------------------
 
-    def cut(self, session: Session, length: int, cause: DropCause, rest: Leave | None = None) -> None:
+    def cut(
+        self,
+        session: Session,
+        length: int,
+        cause: DropCause,
+        rest: Callable[[int, Sequence[bytes]], None] | None = None,
+    ) -> None:
         """Shorten a session to the first `length` blocks, or to a resume point if cold or being saved.
 
         Compressed blocks that nothing else uses are dropped, and resident blocks of decoded KV with them.
 
         Args:
-            rest: method of the pool for resident blocks of the rest that nothing else uses: give_up or release.
+            rest: `Pool.give_up` or `Pool.release` for resident blocks that nothing else uses; None leaves them.
         """
         blocks, own = self.blocks, self._own_hashes(session.rows[length:]) if rest else []
         if session.is_cold or session in self.saving:

@@ -314,7 +314,9 @@ def memory_of(layout: PagedLayout) -> PagedMemory:
     head, token, number = np.ogrid[: layout.heads, : layout.tokens, : layout.head_dim]
     at = (head * layout.head_stride + token * layout.token_stride + number).reshape(-1)
     layers = [Layer("", cache, layout.key_at + at, (layout.value_at or 0) + at) for cache in layout.caches]
-    return PagedMemory(layout.shape, layers)
+    memory = PagedMemory(layout.shape, layers)
+    memory._is_host = False
+    return memory
 
 
 def varying_codec(name: str = "klt-8x", **more: Any) -> FormatCodec:

@@ -65,9 +65,12 @@ def cpu_blocks(
     fingerprint: bytes = PRINT,
     num_blocks: int = BLOCKS,
     group: int = 0,
+    is_host: bool = True,
 ) -> CpuBlocks:
-    probed = probe_layers(caches, layers, num_blocks, shape_of(spec))
-    return CpuBlocks(PagedMemory(shape_of(spec), probed), block_format(caches, spec, fingerprint, group))
+    """is_host: False for the way of a GPU's cache whose codec runs on the CPU."""
+    memory = PagedMemory(shape_of(spec), probe_layers(caches, layers, num_blocks, shape_of(spec)))
+    memory._is_host = is_host
+    return CpuBlocks(memory, block_format(caches, spec, fingerprint, group))
 
 
 def gpu_like(order: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[dict, dict, FullAttentionSpec]:

@@ -55,12 +55,19 @@ def test_a_session_larger_than_the_tier_is_saved_from_its_head_on() -> None:
     assert talks.saved() == {"a", "a b", "a b c"}
 
 
-def test_a_session_worth_less_than_all_that_is_saved_is_given_up_when_memory_is_short() -> None:
+@pytest.fixture
+def given_up() -> Talks:
+    """Return an engine short of memory, which gave up the end of a session because the tier is full."""
     talks = Talks(capacity=2, **SHORT)
     talks.go_cold("a b")
     talks.talk("old older oldest one", "old")
     talks.finish(talks.start("a b", "a b"), "a b")
     talks.save()
+    return talks
+
+
+def test_a_session_worth_less_than_all_that_is_saved_is_given_up_when_memory_is_short(given_up: Talks) -> None:
+    talks = given_up
     assert (talks.texts(), dropped(talks)) == ({"a b": "a b", "old": "old older"}, "")
     assert [(event.session_id, event.blocks) for event in talks.told(GivenUp)] == [("old", 2)]
     assert talks.resident("old older oldest one") == 4, "what is given up is found until it is overwritten"
@@ -68,16 +75,12 @@ def test_a_session_worth_less_than_all_that_is_saved_is_given_up_when_memory_is_
     assert talks.resident("a b") == talks.resident("old older") == 2, "what was given up is overwritten first"
 
 
-def test_blocks_that_were_given_up_and_used_again_are_overwritten_last() -> None:
-    talks = Talks(capacity=2, **SHORT)
-    talks.go_cold("a b")
-    talks.talk("old older oldest one", "old")
-    talks.finish(talks.start("a b", "a b"), "a b")
-    talks.save()
-    held = [block for block in talks.pool.lookup(0, names("old older oldest one")) if block >= 0]
-    talks.pool.hold(held)
-    talks.pool.free(held[::-1])
-    assert talks.pool.runway(6) == 2, "only what is saved comes before them"
+def test_blocks_that_were_given_up_and_used_again_are_overwritten_last(given_up: Talks) -> None:
+    pool = given_up.pool
+    held = [block for block in pool.lookup(0, names("old older oldest one")) if block >= 0]
+    pool.hold(held)
+    pool.free(held[::-1])
+    assert pool.runway(6) == 2, "only what is saved comes before them"
 
 
 # -- a full tier that need not hold what the pool holds -----------------------------------------------

@@ -1,5 +1,6 @@
 """Where a configuration comes from, and what is said about one that cannot be used."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -267,29 +268,47 @@ def test_a_time_that_leaves_sessions_unsaved_for_long_is_said(
     ("old", "value", "new"),
     [
         ("idle_after_s", 5, "idle.after_s"),
+        ("min_tokens", 1, "idle.min_tokens"),
+        ("backend", "cuda", "codec.backend"),
+        ("cold_store", "disk", "tiers.kind"),
         ("cold_store", {"kind": "disk"}, "tiers.kind"),
+        ("cold_store", {"max_bytes": 5}, "tiers.max_bytes"),
+        ("cold_store", {"host_bytes": 5}, "tiers.host_bytes"),
+        ("cold_store", {"disk_bytes": 5}, "tiers.disk_bytes"),
+        ("cold_store", {"encryption": "/k"}, "sealing.key_file"),
         ("cold_store", {"encryption": {"key_file": "/k"}}, "sealing.key_file"),
+        ("disk", "/y", "tiers.disk.path"),
+        ("disk", {"path": "/y"}, "tiers.disk.path"),
+        ("redis", "redis://x", "tiers.redis.url"),
         ("redis", {"url": "redis://x"}, "tiers.redis.url"),
+        ("redis", {"prefix": "x"}, "tiers.redis.prefix"),
+        ("redis", {"ttl_s": 5}, "tiers.redis.ttl_s"),
         ("quotas", {"pinned_share": 0.5}, "tiers.pinned_share"),
+        ("quotas", {"tenants": {"acme": 1}}, "tenants.shares"),
         ("quotas", {"header": "X-Who"}, "tenants.header"),
+        ("quotas", {"isolate": False}, "tenants.isolate"),
     ],
 )
 def test_a_value_under_an_old_name_counts_and_the_log_says_the_new_one(
     old: str, value: object, new: str, write: WriteYaml
 ) -> None:
     leaf, key = value, old
-    while isinstance(leaf, dict):
+    while isinstance(leaf, dict) and "acme" not in leaf:
         ((name, leaf),) = leaf.items()
         key += f".{name}"
-    path, variable = write(yaml.safe_dump({old: value})), f"MANTHAN_{key.replace('.', '__').upper()}"
-    flags: dict[str, object] = {"--manthan-disk-path": "/x", "tiers.kind": "redis"}
-    if new == "tiers.kind":
-        del flags[new]
-    for source, given in ((str(path), load(path, **flags)), (variable, load(None, {variable: str(leaf)}, **flags))):
-        assert given == load(**flags, **{new: leaf}) != load(**flags), source
-    with warnings() as messages:
-        load(path, {}, **flags, **{key: leaf})
-    assert f"Manthan: argument: {key} is {new} now" in messages
+    said, variable = json.dumps(leaf) if isinstance(leaf, dict) else str(leaf), key.replace(".", "__").upper()
+    flags: dict[str, object] = {"--manthan-cold-store": "redis", "--manthan-disk-path": "/x"}
+    flags = {flag: given for flag, given in flags.items() if FLAG_KEYS[flag] != new}
+    file, named = write(yaml.safe_dump({old: value})), f"MANTHAN_{variable}"
+    ways = (file, {}, {}, file), (None, {named: said}, {}, named), (None, {}, {key: leaf}, "argument")
+    for path, env, keywords, source in ways:
+        with warnings() as messages:
+            assert load(path, env, **flags, **keywords) == load(**flags, **{new: leaf}) != load(**flags)
+        told = (new, new.rpartition(".")[0])  # the group, for a bare value
+        assert messages in [[f"Manthan: {source}: {key} is {each} now"] for each in told]
+    both = refusal(None, {}, {**flags, key: leaf, new: leaf})
+    assert both.startswith("argument: ")
+    assert both.endswith(f" is {new} now, and both are set: leave out {key}")
 
 
 def test_an_empty_file_and_empty_groups_are_the_defaults(write: WriteYaml) -> None:

@@ -69,16 +69,20 @@ def test_a_block_is_good_up_to_any_part_and_bad_with_a_damaged_one(monkeypatch: 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
 @pytest.mark.parametrize("exact", [0, 4, 16])
-def test_a_block_in_a_gpus_order_is_read_and_written(order: tuple[int, ...], exact: int) -> None:
+def test_a_devices_memory_is_read_and_written_as_the_hosts(order: tuple[int, ...], exact: int) -> None:
     caches, layers, spec = gpu_like(order)
     for cache in caches.values():
         cache[3] = torch.randn(cache[3].shape)
-    blocks = cpu_blocks(caches, layers, spec)
-    assert blocks.decode(KEY, 5, encode(blocks, KEY, 3, exact)) is None
+    on_device, on_host = (cpu_blocks(caches, layers, spec, is_host=is_host) for is_host in (False, True))
+    buf = encode(on_device, KEY, 3, exact)
+    assert np.array_equal(buf, encode(on_host, KEY, 3, exact))
+    assert on_device.decode(KEY, 5, buf) is None
+    assert on_host.decode(KEY, 6, buf) is None
     for cache in caches.values():
         was, now = cache[3].float(), cache[5].float()
         assert (was - now).square().mean() < 0.05 * was.square().mean()
-    assert not any(cache[[0, 1, 2, 4, 6, 7]].any() for cache in caches.values())
+        assert torch.equal(cache[5], cache[6])
+    assert not any(cache[[0, 1, 2, 4, 7]].any() for cache in caches.values())
 
 
 def test_kv_that_is_not_finite_is_not_encoded() -> None:

@@ -102,6 +102,7 @@ def test_a_gpus_cache_of_fp8_is_read_by_way_of_the_cpu() -> None:
     layers = {name: SimpleNamespace(impl=Impl()) for name in caches}
     shape = shape_of(spec, "fp8")
     memory = PagedMemory(shape, probe_layers(caches, layers, BLOCKS, shape))
+    memory._is_host = False
     for cache in caches.values():
         cache.view(torch.uint8)[3] = torch.randint(0, 120, (32, HEADS, 128))
     blocks = CpuBlocks(memory, block_format("exact", KvCacheGroup(0, spec, LAYERS, cache_dtype="fp8"), PRINT))

@@ -44,7 +44,8 @@ def paged() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return caches, {name: SimpleNamespace(impl=CPUMLAImpl.__new__(CPUMLAImpl)) for name in caches}
 
 
-def test_a_block_is_read_and_written_as_the_backend_does() -> None:
+@pytest.mark.parametrize("is_host", [True, False])
+def test_a_block_is_read_and_written_as_the_backend_does(is_host: bool) -> None:
     caches, modules = paged()
     layers = probe_layers(caches, modules, BLOCKS, SHAPE)
     assert not any(cache.any() for cache in caches.values()), "probing leaves nothing behind"
@@ -53,6 +54,7 @@ def test_a_block_is_read_and_written_as_the_backend_does() -> None:
     for n, (name, module) in enumerate(modules.items()):
         module.impl.do_kv_cache_update(latents[n], turned[n], caches[name], slots, "auto", None)
     read = PagedMemory(SHAPE, layers)
+    read._is_host = is_host
     keys, pieces = (torch.from_numpy(part).view(torch.bfloat16) for part in read.gather(3))
     assert torch.equal(keys, turned.transpose(1, 2))
     assert torch.equal(pieces.transpose(1, 2).reshape(LAYERS, BLOCK, LATENT), latents)
@@ -71,8 +73,9 @@ class Fp8Impl:
         rows.view(torch.uint8)[slots] = both.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
+@pytest.mark.parametrize("is_host", [True, False])
 @pytest.mark.parametrize("scale", [1.0, 0.03, 2.0])
-def test_a_block_of_fp8_is_found_whatever_the_scale(scale: float) -> None:
+def test_a_block_of_fp8_is_found_whatever_the_scale(scale: float, is_host: bool) -> None:
     spec = replace(SPEC, dtype=torch.uint8, cache_dtype_str="fp8")
     group = groups_of(KVCacheConfig(8, [], [KVCacheGroupSpec(list(NAMES), spec)]), latents=LATENTS).main
     shape = block_shape(group)
@@ -84,6 +87,7 @@ def test_a_block_of_fp8_is_found_whatever_the_scale(scale: float) -> None:
     for cache in caches.values():
         cache[3] = torch.randint(0, 0x7F, cache[3].shape)
     read = PagedMemory(shape, layers)
+    read._is_host = is_host
     turned, pieces = read.gather(3)
     for n, cache in enumerate(caches.values()):
         assert np.array_equal(cache[3, 0, :, LATENT:].numpy(), turned[n, 0])

@@ -112,8 +112,8 @@ def test_many_prefetches_beside_requests_leak_no_block(engine, table) -> None:
         aborted.cancel()
         wrong += [answer.text for future, right in futures if (answer := future.result(60)).text != right]
         engine.wait(lambda: not any(map(engine.sessions, ("active", "idle"))), "cold sessions")
+        assert counters["prefetches"] >= number, "the first prefetch of a round has an empty pool"
     assert wrong == []
-    assert counters["prefetches"] >= 3
     assert engine.failures() == failures
     engine.wait(lambda: engine.metric("kv_cache_usage_perc") == 0, "an empty pool")
     assert engine.reset()  # which vLLM refuses while any block is referenced

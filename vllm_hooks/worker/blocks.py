@@ -40,10 +40,11 @@ class PagedMemory:
         self._shape, self._coded = shape, coded
         self._rows, self._raw = [layer.rows for layer in coded], [layer.rows for layer in raw]
         self._device = (*self._rows, *self._raw)[0].device
+        self._is_host = self._device.type == "cpu"
 
     def gather(self, block_id: int) -> Arrays:
         """Return a block's arrays."""
-        if self._device.type == "cpu":  # nothing is copied before it is sorted
+        if self._is_host:  # nothing is copied before it is sorted
             return self._arrays([rows[block_id] for rows in self._rows], [rows[block_id] for rows in self._raw])
         gathered = self.gather_soon(block_id)
         self._wait()
@@ -58,11 +59,12 @@ class PagedMemory:
     def scatter(self, block_id: int, *numbers: Numbers) -> None:
         """Write a block's arrays, and wait until they are written."""
         if self._rows:
-            there, is_host = [rows[block_id] for rows in self._rows], self._device.type == "cpu"
-            new: Numbers = np.empty((0 if is_host else len(there), there[0].numel()), numbers[0].dtype)
-            for n, (row, layer) in enumerate(zip(map(_as_numpy, there) if is_host else new, self._coded, strict=True)):
+            there = [rows[block_id] for rows in self._rows]
+            new: Numbers = np.empty((0 if self._is_host else len(there), there[0].numel()), numbers[0].dtype)
+            rows = map(_as_numpy, there) if self._is_host else new
+            for n, (row, layer) in enumerate(zip(rows, self._coded, strict=True)):
                 row[layer.keys], row[layer.values] = numbers[0][n].reshape(-1), numbers[1][n].reshape(-1)
-            if not is_host:
+            if not self._is_host:
                 torch._foreach_copy_(there, list(torch.from_numpy(new).view(there[0].dtype).to(self._device)))
         if self._raw:
             octets = torch.from_numpy(numbers[2 if self._rows else 0].reshape(-1).copy())  # torch wants writable memory
