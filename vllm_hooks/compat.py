@@ -684,7 +684,7 @@ class VllmPool:
                 yield at, _named(block)
 
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
-        computed = self._saved - self._given_up - self.marks.decoded
+        computed = self._saved.difference(self._given_up, self.marks.decoded)
         used = [block for block_id in computed if (block := self._pool.blocks[block_id]).ref_cnt > 0]
         kept = [block for block in self._kept.values() if block.ref_cnt == 0 and block.block_hash is not None]
         later = [block for block in kept[spare:][::-1] if block.block_id in computed]

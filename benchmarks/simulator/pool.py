@@ -176,7 +176,7 @@ class SimulatedPool:
         return ((at, self._named(block)) for at, block in first if block not in self._given_up)
 
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
-        computed = self._saved - self._given_up - self.marks.decoded
+        computed = self._saved.difference(self._given_up, self.marks.decoded)
         used = [block for block in computed if self._users[block] and self._name[block] is not None]
         later = [block for block in islice(reversed(self._kept), max(0, len(self._kept) - spare)) if block in computed]
         return map(self._named, chain(used, later))
