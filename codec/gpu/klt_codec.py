@@ -269,7 +269,7 @@ class KltPagedCodec(PagedCodec):
         self._kernels = _module(*shape, self.device, is_aligned(layout), *pairs, scales)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
-        """Encode. A status becomes 0 for numbers 32,768 or more steps from the profile's mean, or not finite."""
+        """Encode. A status becomes 0 for numbers not finite, or too far from the profile's mean for fp16."""
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
         for kept in plan.exact:

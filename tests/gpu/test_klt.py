@@ -119,9 +119,10 @@ def test_groups_of_any_number_of_layers(layers: int) -> None:
     check(world_of(layers=layers))
 
 
+@pytest.mark.parametrize("scale", [6.0, 50.0], ids=["too many words", "no int16"])
 @pytest.mark.parametrize("preset", LOSSY)
-def test_numbers_far_from_the_profile_take_coarser_steps(preset: str) -> None:
-    world = world_of(preset=preset, scale=6.0)
+def test_numbers_far_from_the_profile_take_coarser_steps(preset: str, scale: float) -> None:
+    world = world_of(preset=preset, scale=scale)
     assert world.encode() == [None] * 4
     assert all(wire.parse(world.block(i), group=GROUP).payloads[-1][1] for i in range(4))
     world.check_decoding(near)
@@ -145,6 +146,13 @@ def test_numbers_that_are_not_finite_are_not_stored() -> None:
     world = world_of()
     world.layers[1][IDS[2], 3, 1, 5] = float("nan")
     assert world.encode() == [None, None, "decode", None]
+
+
+def test_products_too_large_for_fp16_are_not_stored() -> None:
+    world = world_of()
+    world.layers[1][IDS[2], 3] *= 2000.0
+    assert world.encode() == [None, None, "decode", None]
+    assert world.encoded.nbytes[2] == 0
 
 
 def test_the_last_refinement_is_for_the_cpu() -> None:

@@ -11,6 +11,7 @@
 #define ROW_THREADS 1024
 #define ROW_WARPS (ROW_THREADS / 32)
 #define FURTHEST 32767.f
+#define TOO_MANY 0x3fffffffu  // words
 #define MAGNITUDES 4
 #define PLACE_SHARE 0.125f  // of places as fp16, so that none is too large for it
 #define OCTAVE_THIRD 0.33333334f
@@ -75,7 +76,8 @@ struct Entries {
     }
 };
 
-// A group's row of each level that is written, of `block` where it is `there`.
+// A group's row of each level that is written, of `block` where it is `there`. A row with a number that is no int16 has
+// too many words, so that the block does not fit.
 __device__ __forceinline__ void put_rows(const Sections& job, const Entries& entries, int g, int block, bool there,
                                          const Streams& me) {
     const Group group = job.groups[g];
@@ -117,18 +119,18 @@ __device__ __forceinline__ void put_rows(const Sections& job, const Entries& ent
                            entries.inverses[often & 4095], 0, is, me);
         }
     }
+    const bool too_many = __ballot_sync(FULL, far) & me.group;
     if (!there) return;
-    if (far) job.status[block] = 0;
 #pragma unroll
     for (int level = 0; level < LEVELS; level++) {
         if (level >= job.all) break;
         const i64 place = (i64)block * LEVELS + level;
         job.states[place * job.streams + group.ahead + me.stream] = x[level];
-        if (me.stream == 0) job.sizes[place * job.groups_count + g] = at[level] < 0 ? 0x3fffffffu : (u32)(room - at[level]);
+        if (me.stream == 0)
+            job.sizes[place * job.groups_count + g] = too_many || at[level] < 0 ? TOO_MANY : (u32)(room - at[level]);
     }
 }
 
-// A status becomes 0 where a number is no int16.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const Sections job) {
     const Entries entries(job, fetch_tables(job));
     for (u32 run = SPREAD_WARP; run < (u32)(job.groups_count * job.n); run += gridDim.x * ROW_WARPS) {
@@ -152,13 +154,14 @@ __device__ __forceinline__ u64 all_nbytes(const Sections& job, int block) {
     return nbytes;
 }
 
-// Blocks that do not fit double their steps until they do, each by a block of threads. It is rare. A status becomes 0
-// where nothing helps.
+// Good blocks that do not fit double their steps until they do, each by a block of threads. It is rare. A status becomes
+// 0 where nothing helps.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) double_steps(const Sections job) {
     __shared__ int fits;
     const int warp = threadIdx.x / 32;
     const Entries entries(job, job.tables);
     for (u32 block = blockIdx.x; block < (u32)job.n; block += gridDim.x) {
+        if (job.status[block] != GOOD) continue;
         while (true) {
             __syncthreads();
             if (threadIdx.x == 0) fits = all_nbytes(job, block) <= (u64)job.limit ? 1 : job.steps[block] + 3 <= MOST_K ? 0 : -1;

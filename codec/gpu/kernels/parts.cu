@@ -94,10 +94,15 @@ __device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, i
     if (lane == 0 && (size - lead) % 2) to[2 * pairs] = from[2 * pairs];
 }
 
-// How long the blocks' parts are, and where; their headers, and what fills parts up.
+// How long the parts of good blocks are, and where; their headers, and what fills parts up.
 extern "C" __global__ void lay_out(const Sections job) {
     const int lane = threadIdx.x % 32;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
+        if (job.status[block] != GOOD) {
+            if (lane < LEVELS) job.ends[(i64)block * LEVELS + lane] = 0;
+            if (lane == 0) job.nbytes[block] = 0;
+            continue;
+        }
         u8* out = job.codes + job.offsets[block];
         const u64* header = (const u64*)(job.headers + block * job.head_nbytes);
         for (int i = lane; i < job.head_nbytes / 8; i += 32) ((u64*)out)[i] = header[i];
@@ -133,11 +138,12 @@ extern "C" __global__ void lay_out(const Sections job) {
     }
 }
 
-// Shifts of the base, and sizes, states and words of all rows. A warp takes a row.
+// Shifts of the base, and sizes, states and words of all rows, of good blocks. A warp takes a row.
 extern "C" __global__ void pack(const Sections job) {
     const int lane = threadIdx.x % 32, groups = job.groups_count;
     for (u32 run = blockIdx.x * WARPS + threadIdx.x / 32; run < (u32)(job.n * job.all * groups); run += gridDim.x * WARPS) {
         const int block = run / groups / job.all, level = run / groups % job.all, g = run % groups;
+        if (job.status[block] != GOOD) continue;
         u8* out = job.codes + job.offsets[block];
         if (level == 0 && g == 0) {
             u8* kept = out + job.start + START_NBYTES;
@@ -183,6 +189,7 @@ struct Refined {
 extern "C" __global__ void __launch_bounds__(THREADS) seal_parts(const Sections job) {
     for (int run = blockIdx.x; run < job.n * job.all; run += gridDim.x) {
         const int block = run / job.all, level = run % job.all;
+        if (job.status[block] != GOOD) continue;
         u8* out = job.codes + job.offsets[block];
         if (level == 0) {
             const u64 sum = checksum(out, job.ends[(i64)block * LEVELS]);
