@@ -39,6 +39,8 @@ class SimulatedPool:
         return self._users[block]
 
     def lookup(self, group: int, block_hashes: Iterable[bytes]) -> list[int]:
+        if group < 0:
+            raise ValueError(f"there is no group {group}")  # vLLM's pool raises, too
         find = self._cached.get
         return [find((group, block_hash), -1) for block_hash in block_hashes]
 

@@ -920,7 +920,7 @@ class SessionManager:
 
     def _is_overwritten(self, row: int) -> bool:
         group, block_hash = self.blocks.name(row)
-        return self.pool.lookup(group, [block_hash]) == [-1]
+        return self.pool.lookup(self.pool_group(group), [block_hash]) == [-1]
 
     # -- heads common to sessions ---------------------------------------------------------------------
 
