@@ -20,7 +20,7 @@ MANTHAN = {
     "tiers": {"max_bytes": "128MiB"},
 }
 """Nothing is saved before somebody asks for it, or overwrites it next."""
-BATCHED = {"falcon-h1": 256}
+BATCHED = {"falcon-h1": 128}
 """vLLM's CPU build takes Mamba2 in no more at once than fits into a block."""
 POOLS = {"gpt-oss": 240, "llama4": 320, "mistral": 150, "qwen3-next": 64, "falcon-h1": 48}
 """Blocks of a pool that a dozen other prompts overwrite."""
@@ -29,13 +29,14 @@ POOLS = {"gpt-oss": 240, "llama4": 320, "mistral": 150, "qwen3-next": 64, "falco
 class Asked(NamedTuple):
     """Turns of the second time: of an engine that has restored all, and of one that has kept all.
 
-    full: numbers of the KV cache groups with full attention. first: the first engine's answers of the first time.
+    full: numbers of the KV cache groups with full attention. ours_first, hot_first: the answers of the first time.
     """
 
     ours: list[dict[str, Any]]
     hot: list[dict[str, Any]]
     full: list[int]
-    first: list[list[int]]
+    ours_first: list[list[int]]
+    hot_first: list[list[int]]
 
 
 def ways() -> list[Any]:
@@ -59,13 +60,13 @@ def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     pool = {"num_gpu_blocks_override": POOLS[family]} if overwrites else {}
     ours, _ = run_script("asked_twice.py", job | {"manthan": MANTHAN, "engine": pool})
     hot, _ = run_script("asked_twice.py", job | {"manthan": None, "engine": {}})
-    return Asked(ours["turns"], hot["turns"], hot["full"], ours["first"])
+    return Asked(ours["turns"], hot["turns"], hot["full"], ours["first"], hot["first"])
 
 
 def test_answers_are_those_of_an_engine_that_kept_all(asked: Asked) -> None:
     for name in ("tokens", "logprobs", "cached"):
         assert [turn[name] for turn in asked.ours] == [turn[name] for turn in asked.hot], name
-    assert [turn["tokens"] for turn in asked.ours] == asked.first
+    assert asked.ours_first == asked.hot_first
     assert len({tuple(turn["tokens"]) for turn in asked.ours}) == len(TAILS)
     assert asked.ours[0]["restored"] == asked.ours[0]["cached"] > HEAD
     assert all(0 < turn["restored"] <= turn["cached"] for turn in asked.ours)

@@ -12,7 +12,7 @@ from conversation import ALL, run
 from lora_adapter import make_adapter
 from nas_model import make_nas_model
 
-BATCHED = {"falcon-h1": 256, "nemotron-h": 256, "granite": 256}
+BATCHED = {"falcon-h1": 128, "nemotron-h": 128, "granite": 128}
 """vLLM's CPU build takes Mamba2 in no more at once than fits into a block."""
 
 
