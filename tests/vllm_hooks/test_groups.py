@@ -198,6 +198,7 @@ def test_states_in_fewer_bits_lose_little(family: str, tmp_path: Path) -> None:
     assert changes["bf16"] < 0.05
     assert divergences["bf16"] < 1e-4
     assert 0 < changes["int8"] < 0.2
-    assert 0 < divergences["int8"] < 1e-3
+    # a little may choose another of Qwen3-Next's experts, whose weights are random
+    assert 0 < divergences["int8"] < (1e-3 if family == "falcon-h1" else 0.1)
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == len(sizes)
