@@ -100,7 +100,7 @@ class Waiting(SteppedEngine):
         """Redis has answered all lookups before the first step begins, which computes what came first."""
         self.add_all(100, 1.0)
         until, redis = time.monotonic() + 60, self.half._redis
-        while len(redis._sessions._answers) < len(redis._lookups) and time.monotonic() < until:
+        while len(redis.sessions._answers) < len(redis._lookups) and time.monotonic() < until:
             time.sleep(0.01)
         return self.serve()
 

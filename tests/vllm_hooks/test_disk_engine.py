@@ -109,7 +109,7 @@ def test_a_conversation_with_states_goes_on_in_the_next_engine(tmp_path: Path) -
     options = {
         "model": group_models.made("qwen3-next", tmp_path / "model"),
         "flags": flags,
-        "blocks": 24,
+        "blocks": 64,
         "codec": {"name": "k3v3", "sink_tokens": ALL, "guard": False},
     }
     rng = random.Random(5)
