@@ -71,9 +71,7 @@ def test_blocks_of_several_sizes_lose_the_last_block_that_was_found(tmp_path: Pa
     assert [a["cached"] - b["cached"] for a, b in zip(ours[1:], own[1:], strict=True)] == [64, 0, 64]
     prompt, cached = ours[1]["prompt"], ours[1]["cached"]
     [_, hot], _ = run(model, None, prompts=[prompt[: cached + 70], prompt], **options)  # so that vLLM finds as much
-    assert (hot["cached"], hot["tokens"]) == (cached, ours[1]["tokens"])
-    # the beginning was computed in other pieces, which some CPUs round differently
-    assert hot["logprobs"] == pytest.approx(ours[1]["logprobs"], abs=0.1)
+    assert (hot["cached"], hot["tokens"], hot["logprobs"]) == (cached, ours[1]["tokens"], ours[1]["logprobs"])
 
 
 def configured(options: dict[str, Any], **manthan: Any) -> Any:

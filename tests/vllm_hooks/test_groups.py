@@ -81,9 +81,7 @@ def test_a_finer_unit_of_matching(family: str, unit: int, warm: int, tmp_path: P
     assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in whole]
     prompt, cached = ours[1]["prompt"], ours[1]["cached"]
     [_, hot], _ = run(model, None, batched, [prompt[: cached + 10], prompt], prefix_match_unit=unit)
-    assert (hot["cached"], hot["tokens"]) == (cached, ours[1]["tokens"])
-    # the beginning was computed in other pieces, which some CPUs round differently
-    assert hot["logprobs"] == pytest.approx(ours[1]["logprobs"], abs=0.1)
+    assert (hot["cached"], hot["tokens"], hot["logprobs"]) == (cached, ours[1]["tokens"], ours[1]["logprobs"])
 
 
 @pytest.mark.slow
@@ -198,7 +196,6 @@ def test_states_in_fewer_bits_lose_little(family: str, tmp_path: Path) -> None:
     assert changes["bf16"] < 0.05
     assert divergences["bf16"] < 1e-4
     assert 0 < changes["int8"] < 0.2
-    # a little may choose another of Qwen3-Next's experts, whose weights are random
-    assert 0 < divergences["int8"] < (1e-3 if family == "falcon-h1" else 0.1)
+    assert 0 < divergences["int8"] < 1e-3
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == len(sizes)
