@@ -82,9 +82,11 @@ def _calibrates(vllm_config: "VllmConfig", codec: CodecConfig) -> str:
     from vllm.platforms import current_platform
 
     extra, model, parallel = settings(vllm_config)[EXTRA_KEY], vllm_config.model_config, vllm_config.parallel_config
+    cache = vllm_config.cache_config.cache_dtype
     reasons = {
         "codec.guard is false": not codec.guard,
-        "blocks are not in the CPU's memory": not current_platform.is_cpu(),
+        "there is neither a CPU nor a CUDA GPU": not (current_platform.is_cpu() or current_platform.is_cuda()),
+        "a GPU's queries are quantized for an fp8 cache": current_platform.is_cuda() and cache.startswith("fp8"),
         "there are several ranks": parallel.world_size > 1,
         "other engines on the same Redis would lack the profile": extra["tiers"]["kind"] == "redis",
         "not all of the cache is keys and values of all tokens": model.use_mla or model.is_hybrid,

@@ -8,7 +8,7 @@ on the CPU only; a GPU decodes all parts before the last.
 
 import ctypes
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -129,14 +129,10 @@ class Model(NamedTuple):
     inverse: list[Tensor]
 
     @classmethod
-    def of(cls, groups: tuple[Group, ...], kinds: int, tokens: int, device: torch.device) -> Self:
-        """Return the facts of `groups`. tokens: of the section. Raises ProfileError for a singular transform."""
-        at = ahead = 0
-        told, vectors = [], []
+    def of(cls, groups: tuple[Group, ...], kinds: int, device: torch.device) -> Self:
+        """Return the facts of `groups`, for sections of no tokens. Raises ProfileError for a singular transform."""
+        vectors = []
         for group in groups:
-            streams = streams_of(group.mean.size * tokens)
-            told.append((at, group.mean.size, streams, ahead))
-            at, ahead = at + group.mean.size, ahead + streams
             first, layers, head, heads = group.place
             vectors += [
                 layer << 16 | kind << 15 | each
@@ -148,13 +144,12 @@ class Model(NamedTuple):
         weighers = [np.split(group.weigher, [group.mean.size, len(group.weigher) - 1]) for group in groups]
         gains_back, forward, inverse = [], list[Tensor](), list[Tensor]()
         for group in groups:
-            there = torch.from_numpy(group.inverse).to(device)
+            there = torch.from_numpy(group.inverse)
             largest = torch.exp2(torch.ceil(torch.log2(there.abs().amax(0))))
             gains_back.append(largest)
             inverse.append((there / largest).half())
-            forward.append(torch.from_numpy(group.deviations[:, None] * group.forward).to(device).half())
+            forward.append(torch.from_numpy(group.deviations[:, None] * group.forward).half())
         flat = {
-            "groups": np.array(told, np.int32),
             "vectors": np.array(vectors, np.uint32).view(np.int32),
             "mean": np.concatenate([group.mean for group in groups]),
             "gain": 1 / np.concatenate([group.deviations for group in groups]),
@@ -167,11 +162,27 @@ class Model(NamedTuple):
         runs = [slice(start, end) for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
         return cls(
             sizes=sizes,
-            gain_back=torch.cat(gains_back),
-            forward=[torch.stack(forward[run]) for run in runs],
-            inverse=[torch.stack(inverse[run]) for run in runs],
+            groups=torch.empty(0),
+            gain_back=torch.cat(gains_back).to(device),
+            forward=[torch.stack(forward[run]).to(device) for run in runs],
+            inverse=[torch.stack(inverse[run]).to(device) for run in runs],
             **arrays,
         )
+
+    def with_tokens(self, tokens: int) -> Self:
+        """Return the facts for sections of `tokens` tokens. All but `groups` is shared."""
+        at = ahead = 0
+        told = []
+        for size in self.sizes:
+            streams = streams_of(size * tokens)
+            told.append((at, size, streams, ahead))
+            at, ahead = at + size, ahead + streams
+        return self._replace(groups=torch.tensor(told, dtype=torch.int32, device=self.vectors.device))
+
+
+def device_nbytes(profile: Profile) -> int:
+    """Return about the bytes of a GPU's memory that the codec of a rank's profile takes, with temporaries."""
+    return 2 * SCRATCH_BYTES + 2 * sum(group.transform.nbytes for group in profile.groups)
 
 
 class Tables(NamedTuple):
@@ -391,6 +402,10 @@ class KltPagedCodec(PagedCodec):
         of_batch.sizes = batch.nbytes.data_ptr()
         self._kernels.launch(name, of_batch, of_batch.n * ALONE)
 
+    @cached_property
+    def _model(self) -> Model:
+        return Model.of(self._profile.groups, len(self._coded.ats), self.device)
+
     def _plan(self, exact: int) -> Plan:
         if exact not in self._plans:
             layout, form = self.layout, self.form(exact)
@@ -398,8 +413,7 @@ class KltPagedCodec(PagedCodec):
             if exact == layout.tokens:
                 self._plans[exact] = Plan(kept, None, kept[-1], None)
             else:
-                kinds = len(self._coded.ats)
-                model = Model.of(self._profile.groups, kinds, layout.tokens - exact, self.device)
+                model = self._model.with_tokens(layout.tokens - exact)
                 sections = Sections.plan(layout, self._addresses, form, exact, self._rope, self._level + 1)
                 sections.groups_count, sections.components = len(model.sizes), sum(model.sizes)
                 sections.streams = int(model.groups[:, 2].sum())

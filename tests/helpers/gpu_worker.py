@@ -19,6 +19,12 @@ def tiers(worker: Any) -> dict[str, tuple[int, int, int]]:
     return {name: (len(t.blocks()), t.arena.available, t.arena.nbytes) for name, t in both.items() if t is not None}
 
 
+def codecs(worker: Any) -> list[str]:
+    """Return the codecs of the blocks in all tiers."""
+    names = {number: name for name, number in engine()._codecs._numbers.items()}
+    return sorted({names[block.codec] for tier in engine().tiers.all for block in tier.blocks().values()})
+
+
 def damage(worker: Any) -> None:
     """One byte changes of one block without exact tokens."""
     found = [(tier, block) for tier in engine().tiers.all for block in tier.blocks().values() if block.exact == 0]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from traffic import hasten
 from vllm import EngineArgs
 from vllm_engine import MODEL, Engine, Table
 
@@ -15,19 +16,6 @@ from manthan.vllm_hooks.settled import CALIBRATES
 from manthan.vllm_hooks.transfer_config import from_vllm_config, settings
 
 CHATS = 8
-
-
-def hasten(worker: Any) -> None:
-    """Have 2,000 tokens make a profile, at once, and 16 blocks a verdict, however slow the codec is."""
-    import os
-
-    from manthan.vllm_hooks.worker import guard
-    from manthan.vllm_hooks.worker.half import running_half
-
-    os.setpriority = lambda *priority: None  # on a busy machine the lowest one would wait for long
-    guard.BATCHES, half = 1, running_half()
-    half.guard._prompts._left = 0
-    half.calibrator.every, half.calibrator.wanted = 1, 2000
 
 
 def doubt(worker: Any) -> None:

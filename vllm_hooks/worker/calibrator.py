@@ -1,13 +1,13 @@
 """Calibration of a rank by traffic: queries, keys and values of some prompts make a profile.
 
-The model's thread copies the attention's arguments. A thread of low priority does the rest.
+The model's thread copies the attention's arguments, on a GPU within its memory. A thread of low priority does the rest.
 """
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.manthan.worker")
 
+Rows: TypeAlias = tuple[torch.Tensor, ...]
+"""Queries, keys and values of a layer, [tokens, heads, head_dim] each."""
 LEAST, MOST = 128, 1024
 """Least and most tokens taken of a prompt."""
 EVERY = 16
@@ -36,10 +38,21 @@ WANTED = 9_600
 
 
 class Calibrator:
-    """Makes a single profile. offer: called with the profile, on the calibrator's thread."""
+    """Makes a single profile.
+
+    Args:
+        group: of the model's attention.
+        device: of its cache.
+        offer: called with the profile, on the calibrator's thread.
+    """
 
     def __init__(
-        self, vllm_config: VllmConfig, group: "KvCacheGroup", rope: Rope | None, offer: Callable[[Profile], None]
+        self,
+        vllm_config: VllmConfig,
+        group: "KvCacheGroup",
+        rope: Rope | None,
+        device: torch.device,
+        offer: Callable[[Profile], None],
     ) -> None:
         model, modules = vllm_config.model_config, vllm_config.compilation_config.static_forward_context
         heads, dim = group.spec.num_kv_heads, group.spec.head_size
@@ -48,8 +61,11 @@ class Calibrator:
         self._folder = model_folder(model.model, model.revision)
         self._info = ProfileInfo(model.model, len(group.names), heads, dim, rope, "attention")
         self._builder: TrafficBuilder | None = None
-        self._threads = JobThreads(1, "manthan-calibrate", allowed_cpus())
-        self._parts: list[tuple[torch.Tensor, ...]] = []
+        self._device = device
+        self._threads = JobThreads(1, "manthan-calibrate", allowed_cpus() if device.type == "cpu" else ())
+        self._parts: list[Rows] = []
+        self._rows, self._first = slice(0), 0
+        """Rows taken of the step's prompt, and the position of the first."""
         self._wants = self._is_busy = self._is_done = False
         self._passed = self._taken = 0
         for layer, attention in enumerate(self._attentions):
@@ -83,19 +99,35 @@ class Calibrator:
 
     def _note(self, layer: int, told: Any, *rows: torch.Tensor) -> None:
         """Copy rows of the step's longest prompt, [tokens, heads, head_dim]. The last layer begins the work."""
-        counts = told.query_start_loc.diff()
-        at = int(counts.argmax())
-        start, count = int(told.query_start_loc[at]), int(counts[at])
-        self._wants = count >= LEAST and layer == len(self._parts) < len(self._attentions) - 1
-        if count >= LEAST and layer == len(self._parts):
-            self._parts.append(tuple(x[start : start + min(count, MOST)].clone() for x in rows))
+        self._wants = layer == len(self._parts) and (layer > 0 or self._choose(told, *rows))
+        if not self._wants:
+            return
+        self._parts.append(tuple(x[self._rows].clone() for x in rows))
         if len(self._parts) == len(self._attentions):
-            self._is_busy = True
+            self._wants, self._is_busy = False, True
             self._taken += len(self._parts[0][0])
-            self._threads.submit(self._try, self._add, int(told.seq_lens[at]) - count, self._parts)
+            copied = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device).record_event()
+            self._threads.submit(self._try, self._add, self._first, self._parts, copied)
 
-    def _add(self, first: int, parts: Sequence[tuple[torch.Tensor, ...]]) -> None:
-        """Add rows of all layers from position `first` on. Offer the profile after enough tokens."""
+    def _choose(self, told: Any, *rows: torch.Tensor) -> bool:
+        """Choose the rows to take; False if there are none."""
+        starts = told.query_start_loc.cpu()
+        counts = starts.diff()
+        at = int(counts.argmax())
+        start, count = int(starts[at]), int(counts[at])
+        self._rows, self._first = slice(start, start + min(count, MOST)), int(told.seq_lens[at]) - count
+        if self._device.type == "cuda" and count >= LEAST:
+            taken = len(self._attentions) * sum(x[self._rows].nbytes for x in rows)
+            return torch.cuda.mem_get_info(self._device)[0] > 2 * taken
+        return count >= LEAST
+
+    def _add(self, first: int, parts: list[Rows], copied: torch.cuda.Event | None) -> None:
+        """Add rows of all layers from position `first` on. Offer the profile after enough tokens.
+
+        copied: event behind the copies on a GPU.
+        """
+        if copied is not None:
+            parts = self._fetched(parts, copied)
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         info, builder = self._info, self._builder
         if builder is None:
@@ -110,3 +142,13 @@ class Calibrator:
             self._is_done, self._builder = True, None
             self._offer(builder.made())
         self._is_busy = False
+
+    def _fetched(self, parts: list[Rows], copied: torch.cuda.Event) -> list[Rows]:
+        """Return the rows in the CPU's memory. The GPU's memory is free afterwards."""
+        torch.cuda.set_device(self._device)
+        stream, found = torch.cuda.Stream(self._device), []
+        stream.wait_event(copied)
+        with torch.cuda.stream(stream):
+            while parts:
+                found.append(tuple(x.cpu() for x in parts.pop(0)))
+        return found

@@ -17,9 +17,14 @@ class Codecs:
     """
 
     def __init__(self, by_group: Mapping[int, Sequence[PagedCodec]]) -> None:
-        self.by_group = by_group
+        self.by_group = {**by_group}
         names = (codec.format.codec for codecs in by_group.values() for codec in codecs)
         self._numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+
+    def add(self, group: int, codec: PagedCodec) -> None:
+        """Add a codec of a group. Other threads may read meanwhile."""
+        self._numbers.setdefault(codec.format.codec, len(self._numbers))
+        self.by_group[group] = (*self.by_group[group], codec)
 
     def get(self, group: int, name: str = "") -> PagedCodec:
         """Return a group's codec `name`, or the configured codec if the group has no such codec."""

@@ -74,7 +74,7 @@ class Engine:
     """
 
     def __init__(self, fails_whole: bool = False, keeps: bool = True) -> None:
-        self.decode_s: Mapping[str, float] | None = None
+        self.decode_s: dict[str, float] | None = None
         """Seconds to decode a token by codec, on a GPU; None if the CPU decodes."""
         self._fails_whole, self._keeps = fails_whole, keeps
         self._lock = threading.Condition()

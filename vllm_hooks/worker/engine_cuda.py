@@ -195,6 +195,7 @@ class CudaEngine(Engine):
         """Number of resets; number of encodings being copied to the secondary tier."""
         self._demoted: torch.cuda.Event | None = None
         self._may_pause = False
+        self._forms = forms
         self.decode_s = self._warm_up(forms)
         self._stores.codes.zero_()
         threads = int(secondary is not None)
@@ -710,6 +711,15 @@ class CudaEngine(Engine):
             for staging, exact in product(self._stagings, exacts):
                 self._try(codec, staging, exact)
         return {codec.format.codec: self._try(codec, self._prefetches, 0, 64) for codec in by_group[0]}
+
+    def add(self, group: int, codec: PagedCodec) -> None:
+        """Read blocks of a codec too, and write them in transfers that name it. May be called on another thread."""
+        staging = Staging(max(STAGING_BYTES, codec.form(codec.layout.tokens).nbytes), self._device)
+        for exact in self._forms:
+            self._try(codec, staging, min(exact, codec.layout.tokens))
+        assert self.decode_s is not None
+        self.decode_s[codec.format.codec] = self._try(codec, staging, 0, 64)
+        self._codecs.add(group, codec)
 
     def _try(self, codec: PagedCodec, staging: Staging, exact: int, most: int = 1) -> float:
         """Encode and decode as many copies of block 0 as fit, at most `most`. Return seconds to decode a token."""

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 from vllm.logger import init_logger
@@ -70,7 +71,8 @@ class RankGuard:
     def warm_up(self) -> None:
         """With a GPU, begin to compile the CPU's kernels, while vLLM warms up. On a CPU the engine has done so."""
         if self._device.type != "cpu":
-            self._warm_up = threading.Thread(target=self._compile, name="manthan-warm-up", daemon=True)
+            target = partial(self._compile, self._formats)
+            self._warm_up = threading.Thread(target=target, name="manthan-warm-up", daemon=True)
             self._warm_up.start()
 
     def wait(self) -> None:
@@ -80,13 +82,13 @@ class RankGuard:
             if self._warm_up.is_alive():
                 logger.warning("Manthan: the guard's kernels were not compiled in %g s.", COMPILE_S)
 
-    def _compile(self) -> None:
+    def _compile(self, formats: Sequence[BlockFormat]) -> None:
         """Compile into numba's cache in another process, because it holds Python's lock; then load from there."""
-        names = [format.codec for format in self._formats]
-        command = [sys.executable, "-m", precompile.__name__, self._formats[0].shape.dtype.name, *names]
+        names = [format.codec for format in formats]
+        command = [sys.executable, "-m", precompile.__name__, formats[0].shape.dtype.name, *names]
         with suppress(subprocess.TimeoutExpired):
             subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=COMPILE_S)
-        for format in self._formats:
+        for format in formats:
             format.warm_up()
 
     def begin_step(self, metadata: ManthanMetadata) -> None:
@@ -128,7 +130,9 @@ class RankGuard:
             return {self._rank: blocks}
 
     def offer(self, format: BlockFormat) -> None:
-        """Measure a coarser codec, too, from now on, and forget all measurements."""
+        """Measure a coarser codec, too, from now on, and forget all measurements. Compiles its kernels first."""
+        if self._device.type != "cpu":  # on a CPU the engine has done so
+            self._compile([format])
         self._formats = [format, *self._formats]
         self.reset()
 

@@ -36,6 +36,7 @@ from manthan.vllm_hooks.messages import Candidate, ManthanMetadata
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
 from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.support import UnsupportedError
+from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import CONNECTOR, settings
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, PagedMemory
 from manthan.vllm_hooks.worker.calibrator import Calibrator
@@ -176,21 +177,39 @@ class WorkerHalf:
             layers = self._vllm_config.model_config.get_num_layers(self._vllm_config.parallel_config)
             has_all = len(main.layers) == len(self.groups.main.names) == layers
             if has_all and settings(self._vllm_config).get(CALIBRATES):
-                offer = partial(self._offer, namespace=name, rope=main.rope)
-                self.calibrator = Calibrator(self._vllm_config, self.groups.main, main.rope, offer)
+                offer = partial(self._offer, namespace=name, cache=main)
+                self.calibrator = Calibrator(self._vllm_config, self.groups.main, main.rope, device, offer)
 
-    def _offer(self, profile: Profile, namespace: str, rope: Rope | None) -> None:
-        """Save a profile made from traffic, and have the guard try it. Called on the calibrator's thread."""
+    def _offer(self, profile: Profile, namespace: str, cache: GroupCache) -> None:
+        """Save a profile made from traffic, and have the guard try it. Called on the calibrator's thread.
+
+        cache: of the main group. Raises UnsupportedError for a GPU with too little free memory.
+        """
         group, path = self.groups.main, Path(settings(self._vllm_config)[CALIBRATES]).with_suffix(f".{os.getpid()}")
         profile.save(path)
-        form = self._format(CALIBRATED, group, ModelFacts(rope, profile), namespace)
+        form = self._format(CALIBRATED, group, ModelFacts(cache.rope, profile), namespace)
         codec = self._config.codec.model_copy(update={"name": CALIBRATED})
         shape = memory.memory_shapes(codec, self.groups, memory.Shards(1, room_in(self._config)), profile)[0]
-        assert isinstance(self.engine, CpuEngine)
         assert self.guard is not None
-        self.engine.blocks[group.index].add(form)
+        if isinstance(self.engine, CpuEngine):
+            self.engine.blocks[group.index].add(form)
+        else:
+            self._add_on_gpu(form, profile, cache)
         self._candidate = Candidate(path, shape)
         self.guard.offer(form)
+
+    def _add_on_gpu(self, form: BlockFormat, profile: Profile, cache: GroupCache) -> None:
+        from manthan.codec.gpu.klt_codec import device_nbytes
+        from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
+
+        assert isinstance(self.engine, CudaEngine)
+        free, needed = torch.cuda.mem_get_info()[0], device_nbytes(profile)
+        if free < needed:
+            raise UnsupportedError(
+                f"it takes {human_bytes(needed)} of the GPU's memory, and {human_bytes(free)} are free: lower "
+                "--gpu-memory-utilization."
+            )
+        self.engine.add(self.groups.main.index, *cache.paged_codecs([form]))
 
     def take_candidate(self) -> Candidate | None:
         """Return the profile made since the last call, or None."""
