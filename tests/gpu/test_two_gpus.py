@@ -60,7 +60,7 @@ def forget(worker: Any) -> None:
     torch.cuda.synchronize()
 
 
-def full_blocks(worker: Any) -> set[tuple[int, str]]:
+def full_blocks(worker: Any) -> list[str]:
     """Cache, and digest, of each block of which every token has numbers."""
     found = set()
     torch.cuda.synchronize()
@@ -68,8 +68,8 @@ def full_blocks(worker: Any) -> set[tuple[int, str]]:
         for number, cache in enumerate(codec.layout.caches):
             for block in cache.reshape(len(cache), BLOCK, -1).contiguous().view(torch.uint8).cpu().numpy():
                 if block.any(axis=1).all():
-                    found.add((number, hashlib.sha256(block.tobytes()).hexdigest()))
-    return found
+                    found.add(f"{number} {hashlib.sha256(block.tobytes()).hexdigest()}")
+    return sorted(found)
 
 
 @TIERS
