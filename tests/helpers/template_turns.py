@@ -19,8 +19,11 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from manthan.vllm_hooks import kv_transfer_config
 
-SYSTEM, USER, RESULT, SAID = 3000, 30, 40, 16
-"""Tokens of the system prompt, of a message, of a tool's result, and of an answer without its thinking."""
+SYSTEM, USER, RESULT, SAID = 3001, 30, 40, 16
+"""Tokens of the system prompt, of a message, of a tool's result, and of an answer without its thinking.
+
+All prompts have an odd number of tokens, so that none ends with a block.
+"""
 ANSWER = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
 
 
