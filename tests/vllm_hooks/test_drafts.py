@@ -64,14 +64,19 @@ def test_a_prompt_that_ends_with_a_block_is_found_when_it_comes_again(kind: str,
 
 @pytest.mark.slow
 def test_blocks_of_several_sizes_lose_the_last_block_that_was_found(tmp_path: Path) -> None:
-    """vLLM leaves out as many tokens as the largest block has. What is restored ends there or a smaller block later."""
+    """vLLM leaves out as many tokens as the largest block has. What is restored ends there or a smaller block later.
+
+    In float32, because the last tokens that were found are computed in other pieces.
+    """
     model, options = proposed("gemma4 eagle", tmp_path)
+    options |= {"dtype": "float32"}
     ours, _ = run(model, EXACT, **options)
     own, _ = run(model, None, prompts=[turn["prompt"] for turn in ours], **options)
     assert [a["cached"] - b["cached"] for a, b in zip(ours[1:], own[1:], strict=True)] == [64, 0, 64]
     prompt, cached = ours[1]["prompt"], ours[1]["cached"]
     [_, hot], _ = run(model, None, prompts=[prompt[: cached + 70], prompt], **options)  # so that vLLM finds as much
-    assert (hot["cached"], hot["tokens"], hot["logprobs"]) == (cached, ours[1]["tokens"], ours[1]["logprobs"])
+    assert (hot["cached"], hot["tokens"]) == (cached, ours[1]["tokens"])
+    assert ours[1]["logprobs"] == pytest.approx(hot["logprobs"], abs=1e-4)
 
 
 def configured(options: dict[str, Any], **manthan: Any) -> Any:
