@@ -13,7 +13,7 @@ import torch
 
 from manthan.benchmarks import made_up
 from manthan.codec import wire
-from manthan.codec.block import BlockFormat
+from manthan.codec.block import BlockFormat, sections
 from manthan.codec.errors import CodecError, NonFiniteError, WireError
 from manthan.codec.gpu.cuda_codec import Job
 from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, Batch, PagedCodec, PagedLayout, RawLayout
@@ -244,7 +244,8 @@ class FormatCodec(PagedCodec):
             try:
                 found = wire.parse(block, key=key, fingerprint=self.format.fingerprint, group=self.format.group).header
                 cause = "key" if (found.first_token, found.mark) != (first_token, mark) else None
-                cause = cause if self.format.exact_of(found) == batch.exact else "size"
+                told = sections(self.format.codec, self.format.shape, batch.exact, self.format.first_head)
+                cause = cause if (found.tokens, found.sections) == (self.format.shape.tokens, told) else "size"
             except WireError as error:
                 cause = error.cause
             ends = {**dict(wire.FIELD_ENDS), "checksum": 0}
