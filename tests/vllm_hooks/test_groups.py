@@ -1,8 +1,10 @@
 """Models with several KV cache groups on the real engine: sessions go cold, and return as if they had stayed hot."""
 
 import math
+import random
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import group_models
@@ -137,16 +139,12 @@ def test_a_session_whose_windows_or_states_are_damaged_is_computed_anew(
     assert re.search(r"restored 0 of \d+ blocks \(0 tokens\) .* could not be read \(checksum\)", log)
 
 
-def change(ours: list[Any], hot: list[Any]) -> float:
-    """The most by which a log-probability is another in turns that were restored, up to the first other token."""
-    found = [0.0]
-    for a, b in zip(ours[2:], hot[2:], strict=True):
-        same = next(
-            (at for at, pair in enumerate(zip(a["tokens"], b["tokens"], strict=True)) if len(set(pair)) > 1), None
-        )
-        upto = None if same is None else same + 1
-        found += [abs(x - y) for x, y in zip(a["logprobs"][:upto], b["logprobs"][:upto], strict=True)]
-    return max(found)
+def change(ours: dict[str, Any], hot: dict[str, Any]) -> float:
+    """The most by which a log-probability of a turn's answer is another, up to the first other token."""
+    told, found, same = [turn[what] for what in ("tokens", "logprobs") for turn in (ours, hot)], 0.0, True
+    for token, other, x, y in zip(*told, strict=True):
+        found, same = max(found, abs(x - y) if same else 0.0), same and token == other
+    return found
 
 
 @pytest.mark.slow
@@ -164,38 +162,50 @@ def test_the_default_codec_loses_as_much_in_every_group(family: str, tmp_path: P
     for keys, values in [each for each in losses if each != [0, 0]]:
         assert 0.004 < keys < 0.0125  # less where they have much in common
         assert 0.04 < values < 0.06
-    print(f"{family}: {losses}, KL {divergence(ours, hot):.2g}")
-    assert 0 < divergence(ours, hot) < 1, "random weights, whose answers hang on every number"
+    lost = max(divergence(a, b) for a, b in zip(ours[2:], hot[2:], strict=True))
+    print(f"{family}: {losses}, KL {lost:.2g}")
+    assert 0 < lost < 1, "random weights, whose answers hang on every number"
 
 
-def divergence(ours: list[Any], hot: list[Any]) -> float:
-    """KL of the first token of answers in turns that were restored, in nats, the largest."""
-    pairs = [(a["first"], b["first"]) for a, b in zip(ours[2:], hot[2:], strict=True)]
-    return max(sum(math.exp(y) * (y - x) for x, y in zip(*pair, strict=True)) for pair in pairs)
+def divergence(ours: dict[str, Any], hot: dict[str, Any]) -> float:
+    """KL of the first token of a turn's answer, in nats."""
+    return sum(math.exp(y) * (y - x) for x, y in zip(ours["first"], hot["first"], strict=True))
+
+
+def texts(count: int) -> list[list[int]]:
+    """Prompts of `count` conversations, three of each."""
+    chance = random.Random(3)
+    whole = [[chance.randrange(10, 1000) for _ in range(900)] for _ in range(count)]
+    return [text[:length] for text in whole for length in (700, 800, 900)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3-next", "falcon-h1"])
 def test_states_in_fewer_bits_lose_little(family: str, tmp_path: Path) -> None:
-    """Those of float32, as Qwen3.5's are; the KV is exact."""
+    """Those of float32, as Qwen3.5's are; the KV is exact.
+
+    The median of 8 turns counts, because the least error may have a router with random weights choose other experts.
+    """
     model, batched = group_models.made(family, tmp_path / "model"), BATCHED.get(family, 2048)
     vllm = {"mamba_ssm_cache_dtype": "float32", "max_logprobs": -1}
-    changes, divergences, sizes, hot = {}, {}, list[float](), list[Any]()
+    prompts = texts(4)
+    hot, _ = run(model, None, batched, prompts, **vllm)
+    changes, divergences, sizes = {}, {}, list[float]()
     for state in ("exact", "bf16", "int8"):
-        ours, log = run(model, manthan(name="k3v3", sink_tokens=ALL, state=state), batched, **vllm)
-        prompts = [turn["prompt"] for turn in ours]
-        if prompts != [turn["prompt"] for turn in hot]:  # another answer makes another prompt
-            hot, _ = run(model, None, batched, prompts, **vllm)
-        assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
-        changes[state], divergences[state] = change(ours, hot), divergence(ours, hot)
+        ours, log = run(model, manthan(name="k3v3", sink_tokens=ALL, state=state), batched, prompts, **vllm)
+        assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 7
+        pairs = [pair for at, pair in enumerate(zip(ours, hot, strict=True)) if at % 3]
+        changes[state] = sorted(change(a, b) for a, b in pairs)
+        divergences[state] = sorted(divergence(a, b) for a, b in pairs)
         *_, size = re.findall(r"session anonymous-1 went cold .* to ([\d.]+[KM]iB)", log)
         sizes.append(float(size.removesuffix("MiB")))
-        print(f"{family}, {state}: {size}, KL {divergences[state]:.2g}, a log-probability {changes[state]:.4f} at most")
-    assert changes["exact"] == divergences["exact"] == 0
-    assert (divergences["bf16"] > 0) == (family == "falcon-h1")  # nothing with the kernel of the other
-    assert changes["bf16"] < 0.05
-    assert divergences["bf16"] < 1e-4
-    assert 0 < changes["int8"] < 0.2
-    assert 0 < divergences["int8"] < 1e-3
+        told = [f"{median(each):.2g}, {each[-1]:.2g} at most" for each in (divergences[state], changes[state])]
+        print(f"{family}, {state}: {size}, KL {told[0]}; a log-probability {told[1]}")
+    assert changes["exact"][-1] == divergences["exact"][-1] == 0
+    assert (divergences["bf16"][-1] > 0) == (family == "falcon-h1")  # nothing with the kernel of the other
+    assert median(changes["bf16"]) < 0.05
+    assert median(divergences["bf16"]) < 1e-4
+    assert 0 < median(changes["int8"]) < 0.05
+    assert 0 < median(divergences["int8"]) < 2e-4
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == len(sizes)
