@@ -27,9 +27,9 @@ MOST_INNER = 4  # most refinements of a block
 HIGH, LOSSLESS = 2, 4  # least level for requests with `quality: high`, and level that keeps every bit
 _EMPTY, _GONE = -1, -2  # slots of the hash index: never used, and freed
 _FIRST_ROWS = 256
+_WAYS = 16  # slots of a bucket of the hash index, looked at together
 _AT_ONCE = 1 << 18  # rows entered into a new index at a time
-# Odd constants that spread a block hash's words over the index.
-_SPREAD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd constant that spreads numbers over the index
 
 
 class Level(NamedTuple):
@@ -145,7 +145,7 @@ class BlockTable:
         self._columns = list(vars(self))
         self._free = np.arange(_FIRST_ROWS, dtype=np.int32)[::-1].copy()
         self._free_count = _FIRST_ROWS
-        self._index = np.full(2 * _FIRST_ROWS, _EMPTY, np.int32)
+        self._index = np.full((2 * _FIRST_ROWS // _WAYS, _WAYS), _EMPTY, np.int32)
         self._index_used = 0
         self._tenants: dict[str, int] = {}
         self._tenant_nbytes = np.zeros(8, np.int64)
@@ -172,7 +172,7 @@ class BlockTable:
         """Return the row of each block, -1 for a block without a row. groups: group of each block, or of all."""
         if not block_hashes or not len(self):
             return np.full(len(block_hashes), -1, np.int32)
-        return self._probe(_for_each(groups, block_hashes), self._words(block_hashes))
+        return self._probe(_for_each(groups, block_hashes), self._words(block_hashes))[0]
 
     def row(self, group: int, block_hash: bytes) -> int:
         """Return a block's row, or -1."""
@@ -197,14 +197,22 @@ class BlockTable:
         if not self._hashes.shape[1]:
             self._hashes = np.zeros((len(self._free), len(block_hashes[0]) // 8), np.uint64)
         numbers, words, likely = _for_each(groups, block_hashes), self._words(block_hashes), likely[: len(block_hashes)]
-        known = first_false((self._hashes[likely] == words[: len(likely)]).all(axis=1))
-        rows = np.concatenate([likely[:known], self._probe(numbers[known:], words[known:])])
-        new = np.nonzero(rows < 0)[0]
+        known = first_false((self._hashes[likely] == words[: len(likely)]).ravel()) // words.shape[1]
+        if known == len(words):
+            return likely
+        self._make_room(len(words) - known)
+        found, buckets = self._probe(numbers[known:], words[known:])
+        new = np.nonzero(found < 0)[0]
+        rows = np.concatenate([likely[:known], found])
         if len(new):
+            found, new = self._take(len(new)), new + known
+            rows[new] = found
             places = np.asarray(depths, np.int32)
-            if places.ndim == 0:
-                places = places + np.arange(len(rows), dtype=np.int32)
-            rows[new] = self._add(numbers[new], words[new], places[new])
+            self._hashes[found], self.group[found] = words[new], numbers[new]
+            self.depth[found] = places[new] if places.ndim else places + new
+            for column in (self.exact, self.mark, self.level, self.tenant, self.origin):  # others are 0 in a free row
+                column[found] = 0
+            self._place(found, buckets[new - known])
         return rows
 
     def hashes(self, rows: Rows) -> list[bytes]:
@@ -224,64 +232,63 @@ class BlockTable:
             raise ValueError(f"a block hash must have {length} bytes, as the first one had")
         return np.frombuffer(joined, np.uint64).reshape(len(block_hashes), -1)
 
-    def _slots(self, groups: NDArray[np.int8], words: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return the slot of the index at which the search for each block begins."""
-        spread = _SPREAD[np.arange(words.shape[1]) % len(_SPREAD)]
-        mixed = words @ spread + groups.astype(np.uint64)
-        mixed = (mixed ^ (mixed >> np.uint64(32))) * _SPREAD[0]
-        slots: NDArray[np.int64] = (mixed >> np.uint64(65 - len(self._index).bit_length())).astype(np.int64)
-        return slots
+    def _buckets(self, groups: NDArray[np.int8], words: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return the bucket of the index at which the search for each block begins."""
+        spread = (np.bitwise_xor.reduce(words, axis=1) + groups.astype(np.uint64)) * _SPREAD
+        buckets: NDArray[np.int64] = (spread >> np.uint64(65 - len(self._index).bit_length())).astype(np.int64)
+        return buckets
 
-    def _probe(self, groups: NDArray[np.int8], words: NDArray[np.uint64]) -> Rows:
-        found = np.full(len(words), -1, np.int32)
-        left, slots, last = np.arange(len(words)), self._slots(groups, words), len(self._index) - 1
+    def _probe(self, groups: NDArray[np.int8], words: NDArray[np.uint64]) -> tuple[Rows, NDArray[np.int64]]:
+        """Return the row of each block, -1 for an unknown block, and the bucket at which its search has ended."""
+        found, ends = np.full(len(words), -1, np.int32), self._buckets(groups, words)
+        left, last = np.arange(len(words)), len(self._index) - 1
         while len(left):
-            rows = self._index[slots]
-            taken = rows >= 0
-            same = taken & (self.group[rows] == groups[left])
-            for stored, asked in zip(self._hashes[rows].T, words[left].T, strict=True):  # faster than `all(axis=1)`
-                same &= stored == asked
-            found[left[same]] = rows[same]
-            more = ~same & (rows != _EMPTY)
-            left, slots = left[more], (slots[more] + 1) & last
-        return found
+            rows = self._index[ends[left]]
+            at, way = np.nonzero(self._hashes[rows, 0] == words[left, :1])
+            if len(at):
+                near, at = rows[at, way], left[at]
+                same = (near >= 0) & (self.group[near] == groups[at]) & (self._hashes[near] == words[at]).all(axis=1)
+                found[at[same]] = near[same]
+            left = left[(rows != _EMPTY).all(axis=1) & (found[left] < 0)]
+            ends[left] = (ends[left] + 1) & last
+        return found, ends
 
-    def _add(self, groups: NDArray[np.int8], words: NDArray[np.uint64], depths: NDArray[np.int32]) -> Rows:
-        count = len(words)
+    def _make_room(self, count: int) -> None:
+        """Have free rows, and slots of the index, for `count` more blocks."""
         while self._free_count < count:
             self._grow()
-        if 2 * (self._index_used + count) > len(self._index):
+        if 2 * (self._index_used + count) > self._index.size:
             self._rebuild(count)
-        rows = self._free[self._free_count - count : self._free_count][::-1].copy()
-        self._free_count -= count
-        self._hashes[rows] = words
-        for column in (self.exact, self.mark, self.level, self.tenant, self.origin):  # others are 0 in a free row
-            column[rows] = 0
-        self.group[rows], self.depth[rows] = groups, depths
-        self._place(rows, self._slots(groups, words))
-        return rows
 
-    def _place(self, rows: Rows, slots: NDArray[np.int64]) -> None:
+    def _take(self, count: int) -> Rows:
+        """Return free rows."""
+        self._free_count -= count
+        return self._free[self._free_count : self._free_count + count][::-1].copy()
+
+    def _place(self, rows: Rows, buckets: NDArray[np.int64]) -> None:
         """Enter rows into the index."""
-        last = len(self._index) - 1
+        last, index = len(self._index) - 1, self._index.ravel()
         while len(rows):
-            before = self._index[slots]
-            free = before < 0
-            self._index[slots[free]] = rows[free]
-            placed = free & (self._index[slots] == rows)  # of two rows for one slot, one wins
-            self._index_used += int((placed & (before == _EMPTY)).sum())
+            is_free = self._index[buckets] < 0
+            way = is_free.argmax(axis=1)
+            slots = buckets * _WAYS + way
+            has_room = is_free[np.arange(len(rows)), way]
+            before = index[slots]
+            index[slots[has_room]] = rows[has_room]
+            placed = index[slots] == rows  # of two rows for one slot, one wins
+            self._index_used += int((before[placed] == _EMPTY).sum())
             self._slot[rows[placed]] = slots[placed]
-            rows, slots = rows[~placed], (slots[~placed] + 1) & last
+            rows, buckets = rows[~placed], (buckets + ~has_room)[~placed] & last
 
     def _rebuild(self, more: int) -> None:
         rows = self.rows()
-        size = len(self._index)
+        size = self._index.size
         while 3 * (len(rows) + more) > size:
             size *= 2
-        self._index, self._index_used = np.full(size, _EMPTY, np.int32), 0
+        self._index, self._index_used = np.full((size // _WAYS, _WAYS), _EMPTY, np.int32), 0
         for at in range(0, len(rows), _AT_ONCE):  # hashes of all rows at once take more memory than the table
             some = rows[at : at + _AT_ONCE]
-            self._place(some, self._slots(self.group[some], self._hashes[some]))
+            self._place(some, self._buckets(self.group[some], self._hashes[some]))
 
     def _grow(self) -> None:
         old = len(self._free)
@@ -314,7 +321,7 @@ class BlockTable:
         if not len(gone):
             return
         gone = gone[(self.holds[gone] == 0) & (self.pins[gone] == 0) & (self.status[gone] == 0)]
-        self._index[self._slot[gone]] = _GONE
+        self._index.ravel()[self._slot[gone]] = _GONE
         self.group[gone] = -128  # no group's number, so that `_probe` never finds the row
         self._free[self._free_count : self._free_count + len(gone)] = gone
         self._free_count += len(gone)
@@ -468,7 +475,9 @@ class BlockTable:
 
 
 def _for_each(groups: ArrayLike, block_hashes: Sequence[bytes]) -> NDArray[np.int8]:
-    return np.broadcast_to(np.asarray(groups, np.int8), len(block_hashes))
+    numbers = np.empty(len(block_hashes), np.int8)
+    numbers[:] = groups
+    return numbers
 
 
 def first_false(mask: Mask) -> int:
