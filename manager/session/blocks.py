@@ -172,7 +172,7 @@ class BlockTable:
         """Return the row of each block, -1 for a block without a row. groups: group of each block, or of all."""
         if not block_hashes or not len(self):
             return np.full(len(block_hashes), -1, np.int32)
-        return self._probe(_for_each(groups, block_hashes), self._words(block_hashes))[0]
+        return self._probe(np.full(len(block_hashes), groups, np.int8), self._words(block_hashes))[0]
 
     def row(self, group: int, block_hash: bytes) -> int:
         """Return a block's row, or -1."""
@@ -196,23 +196,22 @@ class BlockTable:
             return NO_ROWS
         if not self._hashes.shape[1]:
             self._hashes = np.zeros((len(self._free), len(block_hashes[0]) // 8), np.uint64)
-        numbers, words, likely = _for_each(groups, block_hashes), self._words(block_hashes), likely[: len(block_hashes)]
+        words, likely = self._words(block_hashes), likely[: len(block_hashes)]
         known = first_false((self._hashes[likely] == words[: len(likely)]).ravel()) // words.shape[1]
         if known == len(words):
             return likely
         self._make_room(len(words) - known)
+        numbers, places = np.full(len(words), groups, np.int8), np.asarray(depths, np.int32)
         found, buckets = self._probe(numbers[known:], words[known:])
-        new = np.nonzero(found < 0)[0]
-        rows = np.concatenate([likely[:known], found])
-        if len(new):
-            found, new = self._take(len(new)), new + known
-            rows[new] = found
-            places = np.asarray(depths, np.int32)
-            self._hashes[found], self.group[found] = words[new], numbers[new]
-            self.depth[found] = places[new] if places.ndim else places + new
+        rows: Rows = np.concatenate([likely[:known], found])
+        if len(new := np.nonzero(rows < 0)[0]):
+            rows[new] = added = self._free[self._free_count - len(new) : self._free_count][::-1].copy()
+            self._free_count -= len(new)
+            self._hashes[added], self.group[added] = words[new], numbers[new]
+            self.depth[added] = places[new] if places.ndim else places + new
             for column in (self.exact, self.mark, self.level, self.tenant, self.origin):  # others are 0 in a free row
-                column[found] = 0
-            self._place(found, buckets[new - known])
+                column[added] = 0
+            self._place(added, buckets[new - known])
         return rows
 
     def hashes(self, rows: Rows) -> list[bytes]:
@@ -260,25 +259,17 @@ class BlockTable:
         if 2 * (self._index_used + count) > self._index.size:
             self._rebuild(count)
 
-    def _take(self, count: int) -> Rows:
-        """Return free rows."""
-        self._free_count -= count
-        return self._free[self._free_count : self._free_count + count][::-1].copy()
-
     def _place(self, rows: Rows, buckets: NDArray[np.int64]) -> None:
         """Enter rows into the index."""
         last, index = len(self._index) - 1, self._index.ravel()
         while len(rows):
-            is_free = self._index[buckets] < 0
-            way = is_free.argmax(axis=1)
-            slots = buckets * _WAYS + way
-            has_room = is_free[np.arange(len(rows)), way]
+            slots = buckets * _WAYS + (self._index[buckets] < 0).argmax(axis=1)
             before = index[slots]
-            index[slots[has_room]] = rows[has_room]
+            index[slots] = np.where(before < 0, rows, before)  # a full bucket stays as it is
             placed = index[slots] == rows  # of two rows for one slot, one wins
             self._index_used += int((before[placed] == _EMPTY).sum())
             self._slot[rows[placed]] = slots[placed]
-            rows, buckets = rows[~placed], (buckets + ~has_room)[~placed] & last
+            rows, buckets = rows[~placed], (buckets + (before >= 0))[~placed] & last
 
     def _rebuild(self, more: int) -> None:
         rows = self.rows()
@@ -430,7 +421,9 @@ class BlockTable:
         self.storing -= len(rows)
 
     def _uncount(self, rows: Rows) -> None:
-        if len(rows) and self.moved[rows].any():
+        if not len(rows):
+            return
+        if self.moved[rows].any():
             self.move(rows, 0)
         self._count(rows, -1)
         self.status[rows] &= ~np.uint8(SAVED)
@@ -472,12 +465,6 @@ class BlockTable:
         if len(rows):
             counts = np.bincount(self.tenant[rows], weights=nbytes, minlength=len(self._tenant_nbytes))
             self._tenant_nbytes += sign * counts.astype(np.int64)
-
-
-def _for_each(groups: ArrayLike, block_hashes: Sequence[bytes]) -> NDArray[np.int8]:
-    numbers = np.empty(len(block_hashes), np.int8)
-    numbers[:] = groups
-    return numbers
 
 
 def first_false(mask: Mask) -> int:
