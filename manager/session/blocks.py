@@ -197,7 +197,7 @@ class BlockTable:
         if not self._hashes.shape[1]:
             self._hashes = np.zeros((len(self._free), len(block_hashes[0]) // 8), np.uint64)
         words, likely = self._words(block_hashes), likely[: len(block_hashes)]
-        known = first_false((self._hashes[likely] == words[: len(likely)]).ravel()) // words.shape[1]
+        known = first_false((self._hashes.take(likely, axis=0) == words[: len(likely)]).ravel()) // words.shape[1]
         if known == len(words):
             return likely
         self._make_room(len(words) - known)
@@ -218,7 +218,7 @@ class BlockTable:
         """Return the block hashes of rows."""
         if not len(rows):
             return []
-        found: list[bytes] = self._hashes[rows].view(f"V{8 * self._hashes.shape[1]}").ravel().tolist()
+        found: list[bytes] = self._hashes.take(rows, axis=0).view(f"V{8 * self._hashes.shape[1]}").ravel().tolist()
         return found
 
     def name(self, row: int) -> BlockName:
@@ -242,11 +242,12 @@ class BlockTable:
         found, ends = np.full(len(words), -1, np.int32), self._buckets(groups, words)
         left, last = np.arange(len(words)), len(self._index) - 1
         while len(left):
-            rows = self._index[ends[left]]
+            rows = self._index.take(ends[left], axis=0)  # of several columns, several times as fast as `[]`
             at, way = np.nonzero(self._hashes[rows, 0] == words[left, :1])
             if len(at):
                 near, at = rows[at, way], left[at]
-                same = (near >= 0) & (self.group[near] == groups[at]) & (self._hashes[near] == words[at]).all(axis=1)
+                same = (self._hashes.take(near, axis=0) == words.take(at, axis=0)).all(axis=1)
+                same &= (near >= 0) & (self.group[near] == groups[at])
                 found[at[same]] = near[same]
             left = left[(rows != _EMPTY).all(axis=1) & (found[left] < 0)]
             ends[left] = (ends[left] + 1) & last
@@ -263,7 +264,7 @@ class BlockTable:
         """Enter rows into the index."""
         last, index = len(self._index) - 1, self._index.ravel()
         while len(rows):
-            slots = buckets * _WAYS + (self._index[buckets] < 0).argmax(axis=1)
+            slots = buckets * _WAYS + (self._index.take(buckets, axis=0) < 0).argmax(axis=1)
             before = index[slots]
             index[slots] = np.where(before < 0, rows, before)  # a full bucket stays as it is
             placed = index[slots] == rows  # of two rows for one slot, one wins
@@ -279,7 +280,7 @@ class BlockTable:
         self._index, self._index_used = np.full((size // _WAYS, _WAYS), _EMPTY, np.int32), 0
         for at in range(0, len(rows), _AT_ONCE):  # hashes of all rows at once take more memory than the table
             some = rows[at : at + _AT_ONCE]
-            self._place(some, self._buckets(self.group[some], self._hashes[some]))
+            self._place(some, self._buckets(self.group[some], self._hashes.take(some, axis=0)))
 
     def _grow(self) -> None:
         old = len(self._free)
@@ -432,7 +433,7 @@ class BlockTable:
         self._charge(rows, self.nbytes[rows], sign)
         self.saved_nbytes += sign * self.nbytes_of(rows)
         self.exact_blocks += sign * int((self.exact[rows] > 0).sum())
-        refined = (self.inner[rows] > 0).sum(axis=1)
+        refined = (self.inner.take(rows, axis=0) > 0).sum(axis=1)
         self._refined += sign * np.bincount(refined, minlength=len(self._refined))
         for group, count in enumerate(np.bincount(self.group[rows] + 1).tolist(), NO_GROUP):
             if count:
