@@ -28,7 +28,7 @@ HIGH, LOSSLESS = 2, 4  # least level for requests with `quality: high`, and leve
 _EMPTY, _GONE = -1, -2  # slots of the hash index: never used, and freed
 _FIRST_ROWS = 256
 _WAYS = 16  # slots of a bucket of the hash index, looked at together
-_AT_ONCE = 1 << 18  # rows entered into a new index at a time
+_AT_ONCE = 1 << 15  # rows entered into a new index at a time
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd constant that spreads numbers over the index
 
 
