@@ -249,8 +249,8 @@ class Driver:
             is_main = job.group == manager.shape.session_group
             found = rows[: len(job)] if is_main else manager.blocks.find(job.group, job.block_hashes)
             marks = manager.loaded_marks(found)
-            for mark in MARKS:
-                self._pool.marks.set(job.block_ids[marks == mark].tolist(), mark, request.session.owner)
+            for mark in np.bincount(marks).nonzero()[0].tolist():
+                self._pool.marks.set(job.block_ids[marks == mark].tolist(), MARKS[mark], request.session.owner)
             request.exact.update(job.block_ids[marks == Mark.EXACT].tolist())
             if manager.shape.groups[job.group].levels > 1:
                 manager.events(Loading(manager.blocks.level[found[marks == Mark.DECODED]].tolist()))

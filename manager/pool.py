@@ -49,11 +49,10 @@ class Marks:
     def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None) -> None:
         """Mark blocks. An exact block has no owner."""
         marked = dict.fromkeys(block_ids, owner)
-        self._coarse.difference_update(marked)
-        self.decoded.difference_update(marked)
+        self._coarse.difference_update(marked if self._coarse else ())
+        (self.decoded.update if mark is Mark.DECODED else self.decoded.difference_update)(marked)
         if mark:
             self._owners.update(marked)
-            self.decoded.update(marked if mark is Mark.DECODED else ())
         else:
             for block_id in self.lossy(marked):
                 del self._owners[block_id]

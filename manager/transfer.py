@@ -106,15 +106,16 @@ class Answers:
 
         Good blocks precede the first failure. With windows or states, a failure anywhere leaves no good block.
         """
-        names = [(main, name) for job in self.jobs if job.group == main for name in job.block_hashes]
         failed = self.failed
-        good, beside = len(names), sum(map(len, self.jobs)) - len(names)
+        good = blocks = sum(len(job) for job in self.jobs if job.group == main)
+        beside = sum(map(len, self.jobs)) - blocks
         if failed:
+            names = ((main, name) for job in self.jobs if job.group == main for name in job.block_hashes)
             good = next((at for at, name in enumerate(names) if name in failed), good)
             if needs_points:
                 good = beside = 0
         nbytes, causes = sum(int(result.nbytes.sum()) for result in self.results), list(failed.values())
-        return Restored(self._session_id, len(names), good, beside, nbytes, self.seconds, causes, request_id)
+        return Restored(self._session_id, blocks, good, beside, nbytes, self.seconds, causes, request_id)
 
 
 Weigh: TypeAlias = Callable[[Sequence[int]], int]

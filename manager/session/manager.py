@@ -4,7 +4,6 @@ The manager does no I/O, starts no thread, reads no clock and knows neither torc
 from a single thread and carries out the returned transfers.
 """
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,8 +43,10 @@ from manthan.policies import EvictionPolicy, PolicyOptions
 from manthan.policies.ranking import Ranking
 
 DOUBLINGS = 5  # most doublings of the wait until a session is saved again, after the tiers had no room for it or failed
+FEW = 32  # blocks of a session of which `lead_overwritten` looks up one in the pool
 LOOKED_AT = 32  # most sessions whose blocks `lead_overwritten` orders
-STEP_BLOCKS = 192  # most blocks that a step sorts in the pool, which walks block by block
+STEP_BLOCKS = 64  # most blocks sorted in the pool by one call, which walks block by block; most steps make one
+BEHIND = 64  # number of such calls to make, for each of which a step makes one more
 AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
 """Orders of an operator that are refused while a request of the session runs."""
 
@@ -128,7 +129,6 @@ class StoresBegun(NamedTuple):
     plans: list[Store]
     taken: int
     is_gone: bool = False  # true if they end because the next row's block is absent from the pool, or decoded there
-    lost: int = 0  # number of rows whose blocks are absent from the pool
 
 
 class Usage(NamedTuple):
@@ -481,12 +481,13 @@ class SessionManager:
         bad = blocks.find(groups, hashes).tolist()  # -1 for none
         blocks.refer(blocks.holds, rows, +1)  # so that no row is freed before the end
         blocks.refer(blocks.pins, rows, -1)
-        torn = self._torn.intersection(rows[blocks.pins[rows] == 0].tolist())
+        torn = self._torn and self._torn.intersection(rows[blocks.pins[rows] == 0].tolist())
         self._torn -= torn
-        is_bad = np.isin(rows, [*bad, *torn])
+        is_bad = np.isin(rows, [*bad, *torn]) if bad or torn else np.zeros(len(rows), np.bool_)
         unused = rows[(blocks.users[rows] == 0) & ~is_bad]
         self.drop(unused[blocks.is_droppable(unused)], DropCause.ABANDONED)
-        self._lose(rows[is_bad])
+        if is_bad.any():
+            self._lose(rows[is_bad])
         self.read(rows[blocks.is_saved(rows)])
         blocks.refer(blocks.holds, rows, -1)
 
@@ -544,8 +545,8 @@ class SessionManager:
         return plans
 
     def order_some(self) -> None:
-        """Tell the pool of the order of up to STEP_BLOCKS blocks."""
-        if self.to_order:
+        """Tell the pool of the order of up to STEP_BLOCKS blocks; of more if many are left."""
+        for _ in range(min(len(self.to_order), 1 + len(self.to_order) // BEHIND)):
             call, rows = self.to_order.popleft()
             rows = rows[self.blocks.is_saved(rows) & (self.blocks.group[rows] == self.shape.session_group)]
             call(self.shape.main, self.blocks.hashes(rows))
@@ -594,8 +595,8 @@ class SessionManager:
             begun = self._begin(needed, session, is_pressed=makes_room)
             plans = begun.plans
             if begun.is_gone:  # blocks behind a lost block are worthless
-                if begun.lost:
-                    self.events(events.Overwritten(begun.lost))
+                if lost := self.pool.lookup(self.shape.main, blocks.hashes(needed)).count(-1):
+                    self.events(events.Overwritten(lost))
                 self.cut(session, int(blocks.depth[needed[begun.taken]]), DropCause.ABANDONED)
             elif begun.taken < len(needed):
                 if not session.refusals:  # with a full tier, saved blocks are overwritten no earlier than unsaved
@@ -694,15 +695,15 @@ class SessionManager:
         if not len(rows):
             return StoresBegun([], 0)
         group = int(self.blocks.group[rows[0]])
-        hashes = self.blocks.hashes(rows)
+        shape = self.shape.groups[group]
+        is_full = not is_pressed and self._is_exclusive and self.free_nbytes < min(shape.bounds.values())
+        hashes = self.blocks.hashes(rows[:1] if is_full else rows)
         ids = self.pool.lookup(group, hashes)
         marks = np.array([self.pool.marks[at] if at >= 0 else Mark.DECODED for at in ids], np.uint8)
         length = first_false(marks != Mark.DECODED)
         is_gone = length < len(rows)
-        lost = sum(at < 0 for at in ids) if is_gone else 0
-        shape = self.shape.groups[group]
-        if not length or (not is_pressed and self._is_exclusive and self.free_nbytes < min(shape.bounds.values())):
-            return StoresBegun([], 0, not length, lost)  # none fits, and nothing makes room
+        if not length or is_full:
+            return StoresBegun([], 0, not length)  # none fits, and nothing makes room
         rows, marks = rows[:length], marks[:length]
         counts = self._exact_tokens(rows, marks, group, session.tenant) if exact is None else np.full(length, exact)
         bounds = np.array([shape.bounds[tokens] for tokens in counts.tolist()], np.int64)
@@ -718,7 +719,7 @@ class SessionManager:
         self.blocks.reserve(rows, bounds[:fits], session.tenant)
         self.blocks.refer(self.blocks.holds, needed, -1)
         if not fits:
-            return StoresBegun([], 0, is_gone, lost)
+            return StoresBegun([], 0, is_gone)
         self.events(events.EncodingBegins([MARKS[mark] for mark in marks.tolist()]))
         whole = counts == shape.tokens
         breaks = np.zeros(fits, np.int32)
@@ -732,7 +733,7 @@ class SessionManager:
                 next(self.job_ids), "store", group, hashes[part], block_ids, first, end, shape.codec, mark, tenant
             )
             plans.append(Store(transfer, rows[part], counts[part], replaces[part]))
-        return StoresBegun(plans, fits, is_gone, lost)
+        return StoresBegun(plans, fits, is_gone)
 
     def sink_tokens(self, rows: Rows, group: int) -> NDArray[np.int64]:
         """Return how many first tokens of each block are among the session's first tokens to keep exact."""
@@ -865,7 +866,7 @@ class SessionManager:
                 return
             self.points.tidy(session)
         rows, tokens = session.rows, self.shape.block_tokens
-        if not self._is_overwritten(int(rows[0])):
+        if self.pool.lookup(self.shape.main, blocks.hashes(rows[:1])) != [-1]:
             self.to_order += ((self.pool.keep, part) for part in split(rows[::-1]))  # the tail is overwritten first
         beside = session.point_rows
         pool_nbytes = sum(self.shape.groups[group].pool_nbytes for group in blocks.group[beside].tolist())
@@ -900,9 +901,8 @@ class SessionManager:
                 break
             if not session.is_cold:  # with a full tier, many sessions may wait to be saved
                 continue
-            depth = len(session.rows)
-            if any(map(self._is_overwritten, session.rows[-1:])):  # sessions lose their last blocks first
-                depth = bisect_left(session.rows, True, key=self._is_overwritten)
+            ids = self.pool.lookup(self.shape.main, self.blocks.hashes(session.rows[::FEW]))
+            depth = min(FEW * (len(ids) - ids.count(-1)), len(session.rows))  # sessions lose their last blocks first
             if not depth:
                 self.table.resident.leave(session.session_id)
             else:
@@ -913,14 +913,11 @@ class SessionManager:
             self._led = chosen
             own = np.concatenate([NO_ROWS, *rows])[:most]
             is_shared = self.blocks.users[own] > 1
-            shared = np.unique(own[is_shared])
-            shared = shared[np.argsort(-self.blocks.depth[shared], kind="stable")]
-            ordered = np.concatenate([own[~is_shared], shared])
-            self.to_order += ((self.pool.lead, part) for part in reversed(split(ordered)))
-
-    def _is_overwritten(self, row: int) -> bool:
-        group, block_hash = self.blocks.name(row)
-        return self.pool.lookup(self.pool_group(group), [block_hash]) == [-1]
+            if is_shared.any():
+                shared = np.unique(own[is_shared])
+                shared = shared[np.argsort(-self.blocks.depth[shared], kind="stable")]
+                own = np.concatenate([own[~is_shared], shared])
+            self.to_order += ((self.pool.lead, part) for part in reversed(split(own)))
 
     # -- heads common to sessions ---------------------------------------------------------------------
 
@@ -1258,8 +1255,10 @@ class SessionManager:
 
     def _drop_unneeded(self, rows: Rows) -> None:
         """Drop the compressed blocks of rows that no session and no running request has."""
-        unneeded = rows[(self.blocks.users[rows] == 0) & (self.blocks.holds[rows] == 0)]
-        self.drop(unneeded[self.blocks.is_droppable(unneeded)], DropCause.ABANDONED)
+        unneeded = rows[self.blocks.users[rows] == 0]
+        if len(unneeded):
+            unneeded = unneeded[(self.blocks.holds[unneeded] == 0) & self.blocks.is_droppable(unneeded)]
+            self.drop(unneeded, DropCause.ABANDONED)
 
     def forget_session(self, session: Session, cause: DropCause) -> None:
         """Drop all of a session: its compressed blocks, resident blocks that nothing else uses, and its name."""

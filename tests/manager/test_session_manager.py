@@ -8,6 +8,7 @@ from talks import IDLE_AFTER_S, Talks, last_words, names
 
 from manthan.manager.events import DropCause, Evicted, StoreFailed
 from manthan.manager.session.blocks import NO_ROWS, BlockTable
+from manthan.manager.session.manager import BEHIND
 
 SHORT: dict[str, Any] = {"blocks": 64, "low": 0.04, "high": 0.0626}
 """Blocks are saved until 4 can be overwritten, once fewer than 2 can."""
@@ -48,6 +49,19 @@ def test_a_prompt_gets_its_own_rows_whatever_rows_are_likely() -> None:
     assert known[0] == other[0]
     for likely in (NO_ROWS, known, known[:2], other, np.concatenate([known[:2], other])):
         assert table.enter(0, names("a b c"), 0, likely).tolist() == known.tolist()
+
+
+def test_blocks_that_crowd_in_one_place_of_the_index_are_found_and_freed() -> None:
+    table, group = BlockTable(), 0
+    hashes = [bytes(8) + n.to_bytes(8, "big") + n.to_bytes(8, "big") + bytes(8) for n in range(100)]  # all begin alike
+    rows = table.enter(group, hashes, 0)
+    assert len(set(rows.tolist())) == 100
+    assert table.find(group, hashes).tolist() == rows.tolist()
+    table.free_unneeded(rows[:60])
+    assert table.find(group, hashes).tolist() == [-1] * 60 + rows[60:].tolist()
+    assert table.find(group + 1, hashes).tolist() == [-1] * 100, "another group has the same hashes"
+    assert table.enter(group, hashes[::-1], 0)[:40].tolist() == rows[60:][::-1].tolist()
+    assert len(table) == 100
 
 
 def test_a_failed_store_leaves_the_session_idle_and_is_tried_again() -> None:
@@ -156,6 +170,16 @@ def test_the_pool_puts_a_few_saved_blocks_into_order_at_a_time() -> None:
     talks.manager.lead_overwritten(2)
     talks.manager.order_some()
     assert overwritten(talks, "a b c,x y z") == "c b x y z a"
+
+
+def test_the_more_waits_to_be_put_into_order_the_more_a_step_does() -> None:
+    talks = Talks(blocks=6)
+    talks.manager.to_order += [(talks.pool.keep, NO_ROWS)] * 3 * BEHIND
+    talks.manager.order_some()
+    assert len(talks.manager.to_order) == 3 * BEHIND - 4
+    for _ in range(200):
+        talks.manager.order_some()
+    assert not talks.manager.to_order
 
 
 def test_saved_blocks_are_put_into_order_while_sessions_wait_to_be_saved(slow: Talks) -> None:
