@@ -43,10 +43,10 @@ from manthan.policies import EvictionPolicy, PolicyOptions
 from manthan.policies.ranking import Ranking
 
 DOUBLINGS = 5  # most doublings of the wait until a session is saved again, after the tiers had no room for it or failed
-FEW = 32  # blocks of a session of which `lead_overwritten` looks up one in the pool
+STRIDE = 32  # `lead_overwritten` looks up one of so many blocks of a session in the pool
 LOOKED_AT = 32  # most sessions whose blocks `lead_overwritten` orders
-STEP_BLOCKS = 64  # most blocks sorted in the pool by one call, which walks block by block; most steps make one
-BEHIND = 64  # number of such calls to make, for each of which a step makes one more
+STEP_BLOCKS = 64  # most blocks sorted by one call of the pool, which walks block by block; a step makes one call
+BEHIND = 64  # for each so many calls that wait, a step makes one call more
 AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
 """Orders of an operator that are refused while a request of the session runs."""
 
@@ -901,8 +901,8 @@ class SessionManager:
                 break
             if not session.is_cold:  # with a full tier, many sessions may wait to be saved
                 continue
-            ids = self.pool.lookup(self.shape.main, self.blocks.hashes(session.rows[::FEW]))
-            depth = min(FEW * (len(ids) - ids.count(-1)), len(session.rows))  # sessions lose their last blocks first
+            ids = self.pool.lookup(self.shape.main, self.blocks.hashes(session.rows[::STRIDE]))
+            depth = min(STRIDE * (len(ids) - ids.count(-1)), len(session.rows))  # sessions lose their last blocks first
             if not depth:
                 self.table.resident.leave(session.session_id)
             else:
