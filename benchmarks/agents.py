@@ -4,8 +4,9 @@ Each arm is `vllm serve`, in turn, with the same KV pool and the same bytes outs
 through sessions of a trace at a time, and each pauses after an answer as in the trace. From some number on, the live
 sessions outgrow the arm's memory, and first tokens take as long as whole prompts: the cliff.
 
-    manthan bench agents TRACE [--agents 16,32,48] [--arms plain,offload,host] [--codecs wht-5x] [--out FOLDER] manthan
-    bench agents made-up manthan bench agents --plot-only FOLDER/agents.json OTHER/agents.json
+    manthan bench agents TRACE [--agents 16,32,48] [--arms plain,offload,host] [--codecs wht-5x] [--out FOLDER]
+    manthan bench agents made-up
+    manthan bench agents --plot-only FOLDER/agents.json OTHER/agents.json
 
 See docs/agents.md.
 """

@@ -75,8 +75,8 @@ def divergence(counters: Sequence[dict[str, float]]) -> float:
 def _point(report: dict[str, Any], arm: str, agents: int, points: Sequence[dict[str, Any]]) -> Point | None:
     repeats: list[list[dict[str, Any]]] = [point["requests"] for point in points]
     returns = [
-        [one for one in asked if one["turn"] > 1 and not one["error"] and one["sent_s"] >= report["ramp_s"]]
-        for asked in repeats
+        [one for one in point["requests"] if one["turn"] > 1 and not one["error"] and one["sent_s"] >= point["ramp_s"]]
+        for point in points
     ]
     returns = [each for each in returns if each]
     together = [one for each in returns for one in each]
@@ -124,8 +124,8 @@ def cliffs(points: Sequence[Point], bound_s: float) -> dict[str, int]:
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
-    """Return a joint report of several: different arms, numbers of agents or seeds. See merge_reports."""
-    alike = ("trace", "model", "memory", "scale", "half", "seconds", "ramp_s", "bound_s", "token_nbytes")
+    """Return a joint report of several: different arms, numbers of agents, durations or seeds. See merge_reports."""
+    alike = ("trace", "model", "memory", "scale", "half", "bound_s", "token_nbytes")
     return merge_reports(files, "agents", alike, lambda run: (run["arm"], run["seed"], *run["points"]))
 
 

@@ -121,8 +121,6 @@ def run_arms(
         "token_nbytes": served.shape.token_nbytes,
         "scale": {"shrink": shrink, "faster": faster},
         "half": str(options.half),
-        "seconds": seconds,
-        "ramp_s": ramp_s,
         "bound_s": options.bound,
         "left_out_arms": left_out,
     }
@@ -155,6 +153,8 @@ def run_arm(
             progress.begin(f"{count} agents", _requests(agents))
             talk = Talker(server, progress.step, plan.seconds, arm.kind == ORDERED).run(agents)
             points[str(count)] = {
+                "seconds": plan.seconds,
+                "ramp_s": plan.ramp_s,
                 "wall_s": talk.wall_s,
                 "requests": [asdict(one) | {"gaps_ms": []} for one in talk.asked],
                 "samples": talk.samples,

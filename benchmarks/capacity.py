@@ -5,9 +5,9 @@ is kept if at least 95% of the full blocks are not computed again. The budget is
 plain vLLM's whole KV pool; for all further arms a pool of a tenth, and compressed blocks or offload in the rest. Each
 arm is `vllm serve`, in turn; or a running server.
 
-    manthan bench capacity [--arms plain,host] [--budgets 64MiB,128MiB] [--codecs wht-5x,k3v3] [--out FOLDER] manthan
-    bench capacity --base-url http://HOST:PORT --tokens 4000 manthan bench capacity --plot-only FOLDER/capacity.json
-    OTHER/capacity.json
+    manthan bench capacity [--arms plain,host] [--budgets 64MiB,128MiB] [--codecs wht-5x,k3v3] [--out FOLDER]
+    manthan bench capacity --base-url http://HOST:PORT --tokens 4000
+    manthan bench capacity --plot-only FOLDER/capacity.json OTHER/capacity.json
 
 See docs/benchmarks.md.
 """

@@ -5,9 +5,10 @@ same chats come to each: many at a time, each thinks for a while after an answer
 in real time. Time to the first token is the client's.
 
     manthan bench load [--arms plain,offload,host] [--codecs wht-5x,k3v3] [--chats 64] [--tokens 8192] [--out FOLDER]
-    manthan bench load --trace FILE --shrink 16 --speed 4 manthan bench load --fairness --chats 20 --think 6 --repeats 2
-    manthan bench load --base-url http://HOST:PORT --tokens 4000 manthan bench load --plot-only FOLDER/load.json
-    OTHER/load.json
+    manthan bench load --trace FILE --shrink 16 --speed 4
+    manthan bench load --fairness --chats 20 --think 6 --repeats 2
+    manthan bench load --base-url http://HOST:PORT --tokens 4000
+    manthan bench load --plot-only FOLDER/load.json OTHER/load.json
 
 See docs/benchmarks.md.
 """

@@ -4,8 +4,8 @@
 As a script, a model of Qwen3-8B's shape with random weights, 16 GB, and, next to the folder, the model's measured
 profile:
 
-    python benchmarks/made_up.py FOLDER python benchmarks/restore.py --model FOLDER --weights --codecs klt-8x --profile
-    FOLDER-profile.safetensors
+    python benchmarks/made_up.py FOLDER
+    python benchmarks/restore.py --model FOLDER --weights --codecs klt-8x --profile FOLDER-profile.safetensors
 """
 
 import time

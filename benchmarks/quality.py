@@ -6,7 +6,7 @@ cosines, and bytes. On a real engine (vllm), with the prefix evicted and restore
 replaced KV cache.
 
     python benchmarks/quality.py MODEL [--text FILE] [--codec NAME,NAME] [--exact 0,4] [--engine vllm] [--profile FILE]
-        python benchmarks/quality.py --plot-only FOLDER/quality.json
+    python benchmarks/quality.py --plot-only FOLDER/quality.json
 """
 
 import itertools

@@ -6,9 +6,9 @@ files before each return, disk-cached leaves the page cache alone, and host-disk
 number of sessions that survive in the same number of bytes. Every arm is a separate engine. The origin of each token is
 checked, and a return from an unexpected source is an error.
 
-    python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device,redis,disk] [--codecs
-        wht-5x,klt-8x] [--profile FILE] [--shape gemma3-12b] [--layers 24] python benchmarks/restore.py --plot-only
-        FOLDER/restore.json
+    python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device,redis,disk]
+        [--codecs wht-5x,klt-8x] [--profile FILE] [--shape gemma3-12b] [--layers 24]
+    python benchmarks/restore.py --plot-only FOLDER/restore.json
 """
 
 import json

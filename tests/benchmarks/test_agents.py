@@ -150,8 +150,9 @@ def test_returns_that_found_all_and_the_levels_of_restored_blocks_are_counted() 
         return told | {"prompt_tokens": 120, "cached_tokens": cached}
 
     counters = {"manthan_restored_levels_total{0}": 1.0, "manthan_restored_levels_total{2}": 3.0}
-    point = {"requests": [asked(100), asked(95), asked(94), asked(0, turn=1)], "counters": counters}
-    report = {"runs": [{"arm": "host", "points": {"1": point, "2": point | {"counters": {}}}}], "ramp_s": 5.0}
+    point = {"requests": [asked(100), asked(95), asked(94), asked(0, turn=1)], "counters": counters, "ramp_s": 5.0}
+    late = point | {"ramp_s": 9.5}
+    report = {"runs": [{"arm": "host", "points": {"1": point, "2": point | {"counters": {}}, "3": late}}]}
     one, two = points_of(report | {"token_nbytes": 1, "bound_s": 2.0})
     assert (one.returns, one.kept) == (3, 2)
     assert one.divergence == pytest.approx((LEVELS[0].divergence + 3 * LEVELS[2].divergence) / 4)
