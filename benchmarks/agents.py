@@ -43,6 +43,7 @@ def agents(
     codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,
     shrink: Annotated[float, typer.Option(min=0, help="Divisor of the tokens; 0: 64, on a GPU 4.")] = 0,
     faster: Annotated[float, typer.Option(min=0, help="Divisor of the pauses; 0: 10, on a GPU 1.5.")] = 0,
+    copies: Annotated[int, typer.Option(min=1, help="Sessions made of each, for more agents than sessions.")] = 1,
     half: Annotated[Half, typer.Option(help="Sessions of the trace that take part.")] = Half.all,
     seconds: Annotated[float, typer.Option(min=0, help="Of each measurement; 0: 30, on a GPU 150.")] = 0,
     ramp: Annotated[

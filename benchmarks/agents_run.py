@@ -93,7 +93,7 @@ def run_arms(
     half = {"even": 0, "odd": 1}.get(str(options.half))
     seconds = options.seconds or sizes.seconds
     ramp_s = options.ramp or seconds * RAMP_SHARE
-    sessions = sessions_of(trace, scale, half)
+    sessions = sessions_of(trace, scale, half, options.copies)
     plan = Plan({n: agents_of(sessions, n, seconds, ramp_s, options.seed) for n in counts}, seconds, ramp_s)
     if options.weka:
         write_weka(options.weka, plan.agents[max(counts)], str(served.folder))
@@ -119,7 +119,7 @@ def run_arms(
         "model": served.name,
         "memory": asdict(memory),
         "token_nbytes": served.shape.token_nbytes,
-        "scale": {"shrink": shrink, "faster": faster},
+        "scale": {"shrink": shrink, "faster": faster, "copies": options.copies},
         "half": str(options.half),
         "bound_s": options.bound,
         "left_out_arms": left_out,

@@ -102,18 +102,23 @@ def made_up_trace(sessions: int, seed: int = 0) -> Trace:
     return Trace(MADE_UP, MOONCAKE_BLOCK_TOKENS, requests, names)
 
 
-def sessions_of(trace: Trace, scale: Scale, half: int | None = None) -> list[Chat]:
+def sessions_of(trace: Trace, scale: Scale, half: int | None = None, copies: int = 1) -> list[Chat]:
     """Return a trace's sessions of two turns and more, in the order of their beginnings.
 
     Args:
         half: 0 or 1 for every second session, from the first or the second on; None for all.
+        copies: how many of each session; copies have the same lengths and pauses, and share no token block.
     """
     found: dict[str, list[TracedRequest]] = {}
     for request, name in zip(trace.requests, _names(trace.requests), strict=True):
         found.setdefault(name, []).append(request)
-    numbers: dict[bytes, int] = {}
-    chats = [Chat(name, 0.0, _turns(trace, requests, scale, numbers)) for name, requests in found.items()]
-    return [chat for chat in chats if len(chat.turns) >= LEAST_TURNS][half :: 1 if half is None else 2]
+    numbers: dict[tuple[int, bytes], int] = {}
+    chats = [
+        [Chat(f"{name}-{n}" if n else name, 0.0, _turns(trace, requests, scale, numbers, n)) for n in range(copies)]
+        for name, requests in found.items()
+    ]
+    long = [alike for alike in chats if len(alike[0].turns) >= LEAST_TURNS]
+    return [chat for alike in long[half :: 1 if half is None else 2] for chat in alike]
 
 
 def _names(requests: Sequence[TracedRequest]) -> Iterator[str]:
@@ -129,12 +134,13 @@ def _names(requests: Sequence[TracedRequest]) -> Iterator[str]:
 
 
 def _turns(
-    trace: Trace, requests: Sequence[TracedRequest], scale: Scale, numbers: dict[bytes, int]
+    trace: Trace, requests: Sequence[TracedRequest], scale: Scale, numbers: dict[tuple[int, bytes], int], copy: int
 ) -> tuple[Turn, ...]:
     block = max(1, round(trace.block_tokens / scale.shrink))
     turns, before = list[Turn](), requests[0].at
     for request in requests:
-        blocks = tuple(numbers.setdefault(name, len(numbers)) for name in request.hashes[: request.prompt_blocks])
+        names = request.hashes[: request.prompt_blocks]
+        blocks = tuple(numbers.setdefault((copy, name), len(numbers)) for name in names)
         rest = max(1, round(request.input_tokens / scale.shrink) - len(blocks) * block)
         prompt = Prompt(blocks, block, rest, len(numbers) * len(requests) + len(turns), scale.vocabulary)
         answer = max(1, round(request.output_tokens / scale.shrink))
@@ -152,7 +158,9 @@ def agents_of(sessions: Sequence[Chat], agents: int, seconds: float, ramp_s: flo
     measurement if possible. Agents come evenly within `ramp_s`. Raises BadParameter for more agents than sessions.
     """
     if agents > len(sessions):
-        raise typer.BadParameter(f"--agents {agents} is too many: the trace has {len(sessions)} sessions of two turns")
+        raise typer.BadParameter(
+            f"--agents {agents} is too many: the trace has {len(sessions)} sessions of two turns; --copies makes more"
+        )
     rng = random.Random(seed)
     dealt = rng.sample(sessions, len(sessions))
     found = []

@@ -69,6 +69,19 @@ def test_the_halves_of_a_trace_are_all_of_it() -> None:
     assert abs(len(halves[0]) - len(halves[1])) <= 1
 
 
+def test_copies_of_a_session_are_alike_but_for_their_tokens() -> None:
+    trace = made_up_trace(3)
+    plain, copied = sessions_of(trace, SCALE), sessions_of(trace, SCALE, copies=3)
+    assert [chat.name for chat in copied[::3]] == [chat.name for chat in plain]
+    assert len({chat.name for chat in copied}) == 3 * len(plain)
+    for n, chat in enumerate(copied):
+        first = copied[n - n % 3]
+        told = [(len(turn.said.tokens), turn.answer_tokens, turn.pause_s) for turn in chat.turns]
+        assert told == [(len(turn.said.tokens), turn.answer_tokens, turn.pause_s) for turn in first.turns]
+    blocks = [{block for turn in chat.turns for block in turn.said.tokens.blocks} for chat in copied]
+    assert not blocks[0] & blocks[1] | blocks[0] & blocks[2] | blocks[1] & blocks[2]
+
+
 def test_a_trace_without_names_has_the_sessions_that_go_on() -> None:
     trace = made_up_trace(6)
     unnamed = trace._replace(requests=[request._replace(agent="") for request in trace.requests])
