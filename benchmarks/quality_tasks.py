@@ -1,9 +1,10 @@
 """Tasks for quality.py: facts in a context, and questions answered only by the facts.
 
 Names and numbers are made up, so that only the context has the answers. There is no chat with models: the right answers
-stand in the text, and an answer's token counts if the token is the likeliest. The first questions of a task show a
-model the form of the answers. The tasks follow the field's for long contexts: needles and variable tracking (Hsieh et
-al., "RULER", 2024, arXiv 2404.06654), and sums over several steps as in GSM8K (Cobbe et al., 2021, arXiv 2110.14168).
+stand in the text, and an answer's token counts if the token is the likeliest. All questions of a task count; the
+earlier ones, with their answers, show a model the form of the later answers. Needles and variable tracking are modelled
+on "RULER" (Hsieh et al., 2024, arXiv 2404.06654), sums over several steps on GSM8K (Cobbe et al., 2021, arXiv
+2110.14168).
 """
 
 import random
@@ -20,8 +21,8 @@ ANSWER = re.compile(r"\[(.*?)\]")
 class Task(NamedTuple):
     """Texts of a task.
 
-    facts: in their order, each is spread as a whole. questions: with their answers in brackets. together: True if all
-    facts stand together at the begin.
+    facts: spread over the context in this order, none of them split. questions: with their answers in brackets.
+    together: True if all facts stand together at the beginning of the context instead.
     """
 
     facts: list[str]
@@ -45,7 +46,7 @@ def _alternating(text: str) -> tuple[list[str], list[str]]:
 
 
 def _numbers(rng: random.Random, count: int) -> dict[str, int]:
-    """Names with a number of four digits each."""
+    """Return `count` names, each with a number of four digits."""
     return {name: rng.randrange(1000, 10000) for name in rng.sample(NAMES, count)}
 
 
@@ -71,7 +72,7 @@ def needles(rng: random.Random, count: int = 32) -> Task:
 
 
 def table(rng: random.Random, rows: int = 48) -> Task:
-    """Lines of a table, side by side at the beginning of the context."""
+    """Lines of a table, one after another at the beginning of the context."""
     lines = _numbers(rng, rows)
     return Task(
         ["".join(f"{name} = {number}\n" for name, number in lines.items())],
@@ -81,7 +82,7 @@ def table(rng: random.Random, rows: int = 48) -> Task:
 
 
 def variables(rng: random.Random, chains: int = 8, length: int = 3) -> Task:
-    """Variables set to variables, with questions for the value of each last one."""
+    """Rows of `length` variables, each set to the one before it; the questions are for the value of each row's last."""
     numbers = _numbers(rng, chains)
     facts = [f"\n{name} = {number}\n" for name, number in numbers.items()]
     names = iter(rng.sample([name for name in NAMES if name not in numbers], chains * (length - 1)))
@@ -95,7 +96,7 @@ def variables(rng: random.Random, chains: int = 8, length: int = 3) -> Task:
 
 
 def sums(rng: random.Random, chains: int = 8) -> Task:
-    """Small sums with one number given, and the second number to find as a sum."""
+    """Coins of three persons, each with a few more than the person before; the answers are two sums in turn."""
     facts, questions = [], []
     names = iter(rng.sample([name.title() for name in NAMES], 3 * chains))
     for first, second, third in zip(names, names, names, strict=True):
@@ -113,7 +114,7 @@ def sums(rng: random.Random, chains: int = 8) -> Task:
 
 
 def code(rng: random.Random, count: int = 12) -> Task:
-    """Functions, and the same functions again: arguments and bodies are completed."""
+    """Functions, and a question for each: the same function again, whose arguments and body are to be completed."""
     names = iter(rng.sample(NAMES, 3 * count))
     facts, questions = [], []
     for name, x, y in zip(names, names, names, strict=True):

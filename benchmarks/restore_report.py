@@ -17,7 +17,7 @@ LATENCY = ("hot", "recompute", "vllm-offload", *OURS)
 REDIS = ("redis", "tiered")
 DISK = ("disk", "disk-cached", "host-disk")
 NAMED = (*REDIS, *DISK)
-"""Arms run only by name: they need a redis-server, or write to a disk."""
+"""Arms that run only if they are named: they need a redis-server, or write to a disk."""
 CAPACITY = ("vllm-offload", "host", "plain", "device")
 RATIOS = (
     ("host", "vllm-offload"),
@@ -28,10 +28,10 @@ RATIOS = (
 )
 GAINS = (("host", "vllm-offload"), ("device", "plain"))
 BUDGET_OF = {
-    "vllm-offload": "host memory, and a small pool",
-    "host": "host memory, and a small pool",
-    "plain": "GPU memory, all of it pool",
-    "device": "GPU memory, a small pool and a device store",
+    "vllm-offload": "host memory (besides a small pool)",
+    "host": "host memory (besides a small pool)",
+    "plain": "GPU memory, all for the pool",
+    "device": "GPU memory, for a small pool and the store",
 }
 
 
@@ -48,7 +48,10 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """Times of a kind of return, in ms. cached: the least prompt tokens without compute over all returns."""
+    """Times to the first token of one kind of session return, in ms.
+
+    cached: least number of prompt tokens that were not computed, over all the returns.
+    """
 
     name: str
     times: Sequence[float]
@@ -60,7 +63,7 @@ class Row:
 
 
 def latency_rows(report: dict[str, Any]) -> list[Row]:
-    """The first return of each kind warmed up and does not count."""
+    """Return rows in the order of the tables, without each kind's first return, which was a warm-up."""
     rows = []
     named = [name.removeprefix("latency ") for name in report["arms"] if name.startswith("latency ")]
     for name in sorted(named, key=_place):
@@ -73,12 +76,12 @@ def latency_rows(report: dict[str, Any]) -> list[Row]:
 
 
 def _place(name: str) -> int:
-    """Return an arm's rank; the name is followed by the codec, if chosen."""
+    """Return an arm's position in the tables. name: the arm, and its codec if one was chosen."""
     return (*LATENCY, *NAMED).index(name.split()[0])
 
 
 def latency_ratios(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the measured ratios of RATIOS, each with every codec."""
+    """Return ratios of medians for the pairs of RATIOS, with all codecs that were measured; resident returns apart."""
     median = {row.name: row.median for row in rows if "," not in row.name}
     return {
         f"{a} / {b}": median[a] / median[b]
@@ -104,7 +107,7 @@ def latency_table(report: dict[str, Any]) -> Table:
     caption = ",  ".join(f"{name} = {ratio:.2f}" for name, ratio in latency_ratios(rows).items())
     table = Table(title=f"A session of {tokens:,} tokens returns: time to first token", caption=caption, box=SIMPLE)
     table.add_column("")
-    for header in ("median, ms", "least, ms", "most, ms", "returns", "tokens not computed"):
+    for header in ("median, ms", "least, ms", "most, ms", "returns", "tokens not computed, least"):
         table.add_column(header, justify="right")
     for row in rows:
         numbers = (f"{number:.1f}" for number in (row.median, min(row.times), max(row.times)))

@@ -1,4 +1,8 @@
-"""Lists of sessions for users: filtered, sorted, and a page at a time."""
+"""Lists of sessions for users: filtered, sorted, and a page at a time.
+
+Besides blocks, sessions of models with recurrent states have resume points: saved states, each after a number of tokens
+from which the session can go on.
+"""
 
 import heapq
 import math
@@ -18,15 +22,17 @@ from manthan.manager.session.blocks import SAVED, Rows
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Session, SessionState, qualified
 
-MOST = 1000  # sessions of the policy's order that are searched for those of a tenant
+MOST = 1000
+"""Most sessions, first in the eviction policy's order, that are searched for a tenant's own."""
 STATES = list(SessionState)
 
 
 class Sort(StrEnum):
     """Sort key of a list of sessions.
 
-    Sorting by bytes is by an estimate: the most recently used sessions, as many as fit, are taken to be resident whole,
-    and others to have only their unsaved blocks in the pool.
+    Bytes are estimates. HOT_BYTES takes sessions with a request, and from the most recently used on those that still
+    fit, to be resident whole, and all others to have only their unsaved blocks in vLLM's pool. COLD_BYTES takes all
+    saved blocks to be of the codec's expected size.
     """
 
     LAST_USED = auto()
@@ -55,7 +61,7 @@ class Query(NamedTuple):
 
 @dataclass(frozen=True)
 class Held:
-    """Saved blocks of a session in a tier. bytes: resume points included."""
+    """Saved blocks of a session in a tier. bytes: of blocks and resume points."""
 
     tokens: int
     blocks: int
@@ -64,15 +70,24 @@ class Held:
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """Session as shown to users. Times are seconds, bytes are of all ranks together.
+    """Session as shown to users. Bytes are of all ranks together.
 
-    id: for a tenant that asks, without the tenant's prefix. hot_blocks, hot_bytes: resident blocks. cold_blocks:
-    saved blocks. cold_bytes: bytes of saved blocks and of resume points in the tiers. tiers: tiers with some of
-    these, by name, the fastest first. expected_return: time announced by the client, or estimated for the tool.
-    tool: tool that the client waits for. parent: name of the session that this one works for. lossy_tokens: number
-    of the last request's cached tokens that were decoded or derived. exact: True if no block, resident or saved, is
-    lossy. level: level of the coarsest compressed block; None without blocks, or for a codec without refinements.
-    engine: number of the data-parallel engine.
+    Args:
+        id: for a tenant that asks, without the tenant's prefix.
+        hot_blocks, hot_bytes: blocks in vLLM's pool.
+        cold_blocks: saved blocks.
+        cold_bytes: bytes of saved blocks and of resume points in the tiers.
+        tiers: tiers with some of these, by name, the fastest first.
+        created, last_used: seconds of the manager's clock, plus the offset that was asked for (see `Listing.page`).
+        expected_return: time announced by the client, or estimated for the tool; of the same clock.
+        tool: tool that the client waits for.
+        parent: id of the session for which this one works, as a sub-agent.
+        lossy_tokens: number of the last request's cached tokens whose KV was restored by a lossy codec, or computed
+            from such KV.
+        exact: True if no block, resident or saved, is lossy.
+        level: number of refinements of the coarsest saved block; None without saved blocks, or for a codec without
+            refinements.
+        engine: index of the data-parallel engine.
     """
 
     id: str
@@ -100,7 +115,7 @@ class SessionInfo:
 
 
 Key: TypeAlias = tuple[float | str, str]
-"""A session's value to sort by, and its id, so that no two are equal and pages do not overlap."""
+"""Value to sort a session by, and its id, so that no two keys are equal and pages do not overlap."""
 
 
 class Page(NamedTuple):
@@ -112,7 +127,7 @@ class Page(NamedTuple):
 
 
 class Listing:
-    """Sessions of an engine. A page costs O(n log page) of n sessions.
+    """Sessions of an engine. A page costs O(n log(offset + limit)) for n sessions, by HOT_BYTES O(n log n).
 
     Args:
         fronts: the tiers in front of the last.
@@ -124,7 +139,7 @@ class Listing:
         self._fronts, self._tiers = fronts, tiers
 
     def page(self, query: Query, offset: float = 0.0) -> Page:
-        """Return a page of the sessions with KV or a request. offset: seconds to add to the manager's clock."""
+        """Return a page of the table's sessions that pass the query. offset: seconds to add to the manager's clock."""
         chosen = [session for session in self._table.by_id.values() if self._is_wanted(session, query)]
         value = self._value(query.sort)
         keys = ((value(session), session.session_id) for session in chosen)
@@ -140,7 +155,7 @@ class Listing:
         return session if session is not None and bound in (None, session.tenant) else None
 
     def order(self, bound: str | None) -> Iterator[str]:
-        """Yield ids of sessions in the policy's order, first victim first; for a tenant, of its own among MOST."""
+        """Yield ids in the policy's order, first victim first; for a tenant, only its own among the first MOST."""
         for session in islice(self._table.victims(self._table.order), None if bound is None else MOST):
             if bound in (None, session.tenant):
                 yield session.session_id if bound is None else session.told_id
@@ -152,7 +167,7 @@ class Listing:
         return {state: found[state] for state in SessionState}
 
     def info(self, session: Session, bound: str | None = None, offset: float = 0.0) -> SessionInfo:
-        """Return the facts of a session, counted block by block. See `page`."""
+        """Return what is known of a session, its blocks counted one by one. bound, offset: see `find` and `page`."""
         blocks, shape, rows = self._blocks, self._table.shape, session.rows
         saved = rows[blocks.is_saved(rows)]
         points = session.point_rows
@@ -205,7 +220,7 @@ class Listing:
         )
 
     def _is_in(self, name: str, session: Session) -> bool:
-        """True if a tier has some of the session's blocks. Tails leave a fast tier first."""
+        """True if a tier has some of the session's blocks or resume points. Tails leave a fast tier before heads."""
         saved, fronts, tier = self._saved(session), self._fronts, self._tiers.index(name)
         if tier == len(fronts) and fronts.keeps_behind:  # it has all saved blocks
             return saved > 0 or bool(session.points)
@@ -229,7 +244,7 @@ class Listing:
         return self._saved(session) * self._table.shape.cold_nbytes + points
 
     def _saved(self, session: Session) -> int:
-        """Return the number of saved first blocks, by bisection: a session's saved blocks are mostly its first."""
+        """Return the number of saved first blocks, by bisection: usually exactly the first blocks are saved."""
         rows, status = session.rows, self._blocks.status
         if session.is_cold:
             return len(rows)

@@ -1,10 +1,13 @@
-"""Kernels compiled by numba: the entropy coders of `manthan.codec.cpu.rans` and `manthan.codec.cpu.klt`, and the
-transform of `manthan.codec.wht`.
+"""Kernels compiled by numba: the entropy coders of `manthan.codec.cpu.rans` and `manthan.codec.cpu.klt`, the transform
+of `manthan.codec.wht` with RoPE's rotation of keys, and a matrix product.
 
 The transform works on LANES vectors at a time, transposed into a tile [head_dim, LANES] within the first-level cache,
 so that every step is a SIMD loop over LANES. Tiles are flat, because the compiler then sees the constant row length.
-There is no fastmath, because the compiler must neither reorder nor fuse the float operations of the format. Only
-`product`, which stands for a BLAS, may fuse.
+Encoded bytes must be equal on all machines, so the compiler must neither reorder nor fuse float operations. Therefore
+nothing is compiled with fastmath but `product`, which replaces a BLAS.
+
+A run is a head of a layer, keys or values apart. The levels of `manthan.codec.cpu.klt` are numbered from 0, the base
+and the coarsest, to 3, the finest lossy one; each further level refines the numbers of the level before.
 """
 
 import math
@@ -29,16 +32,16 @@ SPLITS, WIDTHS, FALLING, FURTHEST = levels.SPLITS, len(levels.WIDTHS), levels.FA
 ZERO = np.float32(0)
 ROWS_AT_ONCE, COLUMNS = 8, 768
 HALVES = np.float32(2.0**112)
-"""Factor of bits of float16 as the upper bits of a float32's number, without the exponent's difference."""
+"""Ratio of a float16 to the float32 that has its sign, exponent and mantissa: 2 to the difference of the biases."""
 Array = npt.NDArray[Any]
 Sizes = npt.NDArray[np.int64]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def jit(*signatures: Any, **more: Any) -> Callable[[F], F]:
-    """Compile without the GIL and with IEEE division, cached on disk if possible.
+    """Compile to code that releases the GIL and divides by zero as IEEE 754 does; cached on disk if possible.
 
-    The cache is not next to this file, because `pip uninstall` would leave the files and their folders.
+    The cache has a folder of its own, because `pip uninstall` would leave files next to this one.
     """
 
     def compile_(function: F) -> F:
@@ -126,7 +129,7 @@ def decode(
     decoding: Array,
     numbers: Array,
 ) -> bool:
-    """Fill numbers. Returns True if every row and state ended in an encoder's final state."""
+    """Fill numbers. Returns True if all words were used, and all states ended as an encoder's begin: LOWEST."""
     at, number, component = 0, 0, 0
     state = np.empty(streams, np.uint32)
     for row in range(len(components)):
@@ -184,7 +187,10 @@ def _hadamard(tile: Floats, blocks: Sizes) -> None:
 
 @jit()
 def _fold(rows: Floats) -> None:
-    """Fold each run of 8 rows, then the runs. The sums end in row 0, and all further rows are overwritten."""
+    """Sum a flat tile's rows, a multiple of 8, into row 0, by adding the second half to the first.
+
+    This is done within each 8 rows, then over these rows' sums. Other rows are overwritten.
+    """
     groups = len(rows) // LANES // 8
     for g in range(groups):
         eight = rows[g * 8 * LANES : (g + 1) * 8 * LANES]
@@ -216,8 +222,9 @@ def _turn(x: Floats, cos: Floats, sin: Floats, out: Floats) -> None:
 
 @jit([MATRICES(_in(word, 3), boolean, *TURNS) for word in (uint16, uint32)])
 def turned_back(words: Array, bf16: bool, cos: Floats, sin: Floats) -> Floats:
-    """Turn keys [runs, tokens, head_dim], bits of bf16 (uint16) or float32 (uint32), by angles with cosines and
-    sines.
+    """Rotate keys [runs, tokens, head_dim] by RoPE's angles, given as bits of bf16 (uint16) or float32 (uint32).
+
+    cos, sin: [tokens, pairs] of the angles; with negated sines, keys are as before RoPE.
     """
     runs, tokens, dim = words.shape
     out = np.empty((runs, tokens, dim), np.float32)
@@ -235,7 +242,10 @@ def turned_back(words: Array, bf16: bool, cos: Floats, sin: Floats) -> Floats:
 
 @jit([void(_in(float32, 3), *TURNS, boolean, float32, word[:, :, ::1]) for word in (uint16, uint32)])
 def turned(x: Floats, cos: Floats, sin: Floats, bf16: bool, largest: Any, out: Array) -> None:
-    """Turn keys [runs, tokens, head_dim] to bits of bf16 or float32, within +-largest, without negative zeros."""
+    """Rotate keys [runs, tokens, head_dim] by RoPE's angles; fill their bits as bf16 or float32, clamped to +-largest.
+
+    A negative zero becomes a positive one; a smaller negative number than bf16 has is rounded to a negative zero.
+    """
     runs, tokens, dim = x.shape
     bits = np.empty(dim, np.uint32)
     row = bits.view(np.float32)
@@ -257,7 +267,7 @@ def turned(x: Floats, cos: Floats, sin: Floats, bf16: bool, largest: Any, out: A
 
 @jit(float32[:, ::1](_in(float32, 3), _in(float32, 3)))
 def products(x: Floats, y: Floats) -> Floats:
-    """fold(x * y) of [runs, head_dim, tokens], [runs, tokens]."""
+    """Return sums of x * y over head_dim, in the order of `_fold`: [runs, tokens] of two [runs, head_dim, tokens]."""
     runs, dim, tokens = x.shape
     made = np.empty((runs, tokens), np.float32)
     tile = np.zeros(dim * LANES, np.float32)
@@ -277,7 +287,9 @@ def products(x: Floats, y: Floats) -> Floats:
 
 @jit(types.Tuple((MATRICES, float32[:, ::1]))(_in(float32, 3), *ROTATION))
 def rotated(x: Floats, weights: Floats, blocks: Sizes) -> tuple[Floats, Floats]:
-    """Return y [runs, head_dim, tokens] of x [runs, tokens, head_dim], and fold(y * y), [runs, tokens]."""
+    """Return y = hadamard(weights * x), [runs, head_dim, tokens] of [runs, tokens, head_dim], and sums of y * y over
+    head_dim, [runs, tokens].
+    """
     runs, tokens, dim = x.shape
     y, energies = np.empty((runs, dim, tokens), np.float32), np.empty((runs, tokens), np.float32)
     tile, square = np.empty(dim * LANES, np.float32), np.empty(dim * LANES, np.float32)
@@ -331,19 +343,21 @@ def unrotated(q: npt.NDArray[np.int16], steps: Floats, weights: Floats, blocks: 
 
 @jit()
 def _at_level(finest: Any, level: int) -> Any:
-    """Magnitude at a level of a finest magnitude."""
+    """Return the magnitude at `level`, given the magnitude at the finest level."""
     return finest if level == 3 else (finest + 1) // 3 >> (2 - level)
 
 
 @jit()
 def _table(table: Any, shift: Any) -> Any:
-    """Table of a component's numbers with steps wider by `shift` thirds of an octave."""
+    """Return the index of the table for steps wider by `shift` thirds of an octave, given a component's own table."""
     return table // WIDTHS * WIDTHS + min(max(table % WIDTHS - shift, 0), WIDTHS - 1)
 
 
 @jit()
 def _push(x: Any, f: Any, c: Any, words: Array, at: int) -> Any:
-    """Put a symbol of frequency f onto a state. Returns the state and the first word's index."""
+    """Put a symbol onto a state. f, c: its frequency, and the sum of the frequencies before. Returns the state and the
+    index of the first word so far.
+    """
     if x >> np.uint32(20) >= f:
         at -= 1
         words[at] = np.uint16(x & np.uint32(0xFFFF))
@@ -354,7 +368,7 @@ def _push(x: Any, f: Any, c: Any, words: Array, at: int) -> Any:
 
 @jit()
 def _push_symbol(x: Any, value: int, table: Array, words: Array, at: int) -> Any:
-    """Put a whole number of 16 bits onto a state, by a table of 256 frequencies."""
+    """Put a whole number of 16 bits onto a state, by a table of 256 symbols. Returns as `_push`."""
     symbol = value + LARGEST if -LARGEST <= value <= LARGEST else ESCAPE
     if table[symbol] & np.uint32(0xFFFF) == 0:
         symbol = ESCAPE
@@ -370,9 +384,9 @@ def _push_symbol(x: Any, value: int, table: Array, words: Array, at: int) -> Any
 def write_level(
     q: Array, tables: Array, shifts: Array, level: int, base: Array, parts: Array, states: Array, words: Array
 ) -> int:
-    """Write a level of the finest whole numbers [components, tokens] into states and the end of words.
+    """Write what `level` adds to the level before it, into states and the end of words.
 
-    Returns the index of the first word.
+    q: whole numbers at the finest level, [components, tokens]. Returns the index of the first word.
     """
     size, tokens = q.shape
     at, place = len(words), size * tokens
@@ -427,22 +441,23 @@ def read_levels(
     scales: Array,
     out: Array,
 ) -> bool:
-    """Read a group's numbers, and fill decoded components [components, tokens] like `places`.
+    """Read all levels of a group of components, and fill `out`, [components, tokens], like `places`.
 
-    Returns True if all levels ended like after an encoder. There are no branches by what is read, because a processor
-    could not foresee them.
+    Returns True if each level used all of its words, and all states ended as an encoder's begin: LOWEST. But for the
+    rare escape, no branch depends on numbers that are read, because the processor would mispredict it.
 
     Args:
-        base: the decoding table of `Coder`.
+        base: table for decoding of `manthan.codec.cpu.rans.Coder`, by table and slot.
         parts: see `manthan.codec.tables.levels.edges`.
         states: [levels, streams], overwritten.
-        at, ends: index of each level's first word, overwritten, and behind the last.
-        words: of all levels, with two for each token behind.
+        at: index of each level's first word, overwritten.
+        ends: index behind each level's last word.
+        words: of all levels, and behind them two for each token, which may be read but do not count.
     """
     levels, streams = states.shape
     size, tokens = out.shape
     told, chosen = np.empty(tokens, np.int64), np.empty(tokens, np.uint64)
-    # numba looks for a negative number in every index that may be one, which takes a quarter of the time
+    # numba tests signed indices for being negative, which takes a quarter of the time: these are flat and unsigned
     flat_base, flat_parts, flat_centres, flat_states = base.ravel(), parts.ravel(), centres.ravel(), states.ravel()
     for component in range(size):
         for token in range(tokens):
@@ -491,9 +506,10 @@ def read_levels(
 
 @jit(void(_in(int16, 2), _in(uint8, 1), _in(int64, 1), int64, _in(int32, 2), _in(int64, 1), float64[:, ::1]))
 def places(q: Array, tables: Array, shifts: Array, fine: int, centres: Array, scales: Array, out: Array) -> None:
-    """Fill decoded components [components, tokens], in parts of a finest step and of a scale.
+    """Fill `out` with sign(q) * (abs(q) * fine + centre) * scale, [components, tokens].
 
-    fine: parts of a step. centres: of the level's intervals, [tables, magnitudes]. scales: of tokens.
+    fine: a step of the level of `q`, in units of `centres`. centres: mean of the numbers in an interval, from its
+    beginning, [tables, magnitudes]. scales: [tokens].
     """
     for component in range(q.shape[0]):
         for token in range(q.shape[1]):
@@ -506,11 +522,11 @@ def places(q: Array, tables: Array, shifts: Array, fine: int, centres: Array, sc
     fastmath={"contract", "nsz"},
 )
 def product(y: Array, halves: Array, scale: Array, mean: Array, out: Array) -> None:
-    """Fill (y.T @ transform) * scale + mean, [tokens, C]. Components of zeros take no time.
+    """Fill (y.T @ transform) * scale + mean, [tokens, C]. Components that are 0 for all tokens are skipped.
 
     Args:
         y: components, [C, tokens].
-        halves: the transform, bits of float16.
+        halves: the transform [C, C], as bits of float16.
     """
     size, tokens = y.shape
     used = [row for row in range(size) if (y[row] != 0).any()]
@@ -547,13 +563,16 @@ def product(y: Array, halves: Array, scale: Array, mean: Array, out: Array) -> N
 
 @jit()
 def _length(x: Any) -> Any:
-    """Bits of a whole number below 2**53."""
+    """Return the number of bits of a whole number below 2**53."""
     return np.int64(math.frexp(np.float64(x))[1])
 
 
 @jit()
-def _cell(near: int, wide: int, point: int) -> Any:
-    """Binary logarithm of the size of a number's cell in 2**-point, the expected cell, and the cell's table."""
+def _cell(near: int, wide: int) -> Any:
+    """Return log2 of a cell's size, the cell of `near`, and the index of the table for the distance from it.
+
+    A cell is an interval of numbers, 2**n units wide. wide: three times log2 of the expected error in these units.
+    """
     far = abs(near)
     lattice = _length(far) - 8
     size = max(wide // 3 - 1, lattice, 0)
@@ -568,10 +587,16 @@ EXACT = _in(int64, 3), _in(int64, 2), _in(int64, 2), _in(int64, 1), _in(uint32, 
 def write_exact(
     bits: Array, near: Array, errors: Array, shifts: Array, points: Array, cells: Array, states: Array, words: Array
 ) -> int:
-    """Write bf16 numbers [vectors, tokens, head_dim], given lossy numbers `near` in 2**-points.
+    """Write bf16 numbers into states and the end of words.
 
-    errors: [vectors, head_dim], thirds of octaves. shifts: [vectors, tokens]. points: [vectors]. Fills states and the
-    end of words. Returns the index of the first word; -1 if a number is too far.
+    Returns the index of the first word, or -1 if a number is too far from its lossy number.
+
+    Args:
+        bits: the numbers, [vectors, tokens, head_dim].
+        near: their lossy numbers, in units of 2**-points[vector].
+        errors: three times log2 of the expected errors in these units, [vectors, head_dim].
+        shifts: what a token adds to `errors`, [vectors, tokens].
+        cells: frequencies, see `manthan.codec.tables.levels`.
     """
     at, place = len(words), bits.size
     states[:] = LOWEST
@@ -581,7 +606,7 @@ def write_exact(
                 place -= 1
                 stream = place & (len(states) - 1)
                 wide, point = errors[vector, i] + shifts[vector, token], points[vector]
-                size, expected, table = _cell(near[vector, token, i], wide, point)
+                size, expected, table = _cell(near[vector, token, i], wide)
                 word = np.int64(bits[vector, token, i])
                 exponent, mantissa = word >> 7 & 0xFF, word & 0x7F
                 shift = exponent - 134 + point - size
@@ -621,7 +646,10 @@ def _pull(x: Any, table: Array, words: Array, at: int) -> Any:
 def read_exact(
     bits: Array, near: Array, errors: Array, shifts: Array, points: Array, cells: Array, states: Array, words: Array
 ) -> bool:
-    """Undo `write_exact`. Returns True if all ended like after an encoder. States are overwritten."""
+    """Undo `write_exact`: fill bits. Returns True if all words were used, and all states ended as an encoder's begin.
+
+    States are overwritten.
+    """
     at, place = 0, 0
     for vector in range(bits.shape[0]):
         for token in range(bits.shape[1]):
@@ -629,7 +657,7 @@ def read_exact(
                 stream = place & (len(states) - 1)
                 place += 1
                 wide, point = errors[vector, i] + shifts[vector, token], points[vector]
-                size, expected, table = _cell(near[vector, token, i], wide, point)
+                size, expected, table = _cell(near[vector, token, i], wide)
                 told, x, at = _pull(states[stream], cells[table], words, at)
                 signed = expected + told
                 cell = -1 - signed if signed < 0 else signed

@@ -1,5 +1,7 @@
-"""Recurrent states in bf16 or 8 bits, out of torch's own operations on any device: the bytes and the numbers of
-`manthan.codec.cpu.state`. Nothing here makes the host wait for the device.
+"""Coder of recurrent states in bf16 or 8 bits, by torch's own operations, on any device.
+
+It gives the same bytes and numbers as `manthan.codec.cpu.state`, and never makes the host wait for the device. A state
+has parts, such as a convolution's and the recurrence's; small parts are stored exactly.
 """
 
 from collections.abc import Iterator
@@ -14,12 +16,15 @@ from manthan.codec.cpu.state import LEVELS, StateCodec, StatePart
 from manthan.codec.gpu.paged import DTYPES, GOOD
 
 BYTES_AT_ONCE = 2**26
-"""float32 bytes at once. Temporaries are about four times as large."""
+"""Most bytes of float32 numbers handled at once, but at least a layer. Temporaries take about four times as much."""
 NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 
 class _Place(NamedTuple):
-    """Part of a state. at: offset in a layer's bytes. start, nbytes: offset in the encoded state, of all layers."""
+    """Part of a state, of all layers.
+
+    at: offset in a layer's bytes. start: offset in the encoded state. nbytes: encoded bytes.
+    """
 
     part: StatePart
     at: int
@@ -28,12 +33,12 @@ class _Place(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Numbers of a layer."""
+        """Count of the part's numbers in one layer."""
         return self.part.nbytes // self.part.dtype.numpy.itemsize
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return finite float32 numbers, within the range of `dtype`, as `dtype`, rounded, ties to even."""
+    """Round to `dtype`, ties to even. x: float32, finite and within the range of `dtype`."""
     if dtype == torch.bfloat16:  # by its bits, because some devices' casts flush denormal numbers
         bits = x.view(torch.int32)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -41,7 +46,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class StateCoder:
-    """Coder of the states of all layers: uint8 [n, layers * bytes of a layer] to uint8 [n, nbytes] and back."""
+    """Coder of n states of all layers: uint8 [n, layers * bytes of a layer] to uint8 [n, nbytes] and back."""
 
     def __init__(self, codec: StateCodec) -> None:
         self._codec, self._layers, self._layer_nbytes = codec, codec.layout.layers, codec.layout.layer_nbytes
@@ -49,7 +54,7 @@ class StateCoder:
         self.nbytes = sum(place.nbytes for place in self._places)
 
     def encode(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return encoded states, and status int32 [n]: GOOD, or the first non-finite row of a part."""
+        """Return encoded states, and status int32 [n]: GOOD, or the least index of a non-finite row in its own part."""
         n, device = len(states), states.device
         pages = states.view(n, self._layers, self._layer_nbytes)
         codes = torch.empty((n, self.nbytes), dtype=torch.uint8, device=device)
@@ -69,7 +74,7 @@ class StateCoder:
         return codes, status
 
     def decode(self, codes: Tensor) -> Tensor:
-        """The states; padding is zeros."""
+        """Return the states, uint8 [n, layers * bytes of a layer]; padding is zeros."""
         n = len(codes)
         pages = torch.zeros((n, self._layers, self._layer_nbytes), dtype=torch.uint8, device=codes.device)
         for place, to in self._parts(pages):
@@ -84,20 +89,22 @@ class StateCoder:
         return pages.view(n, -1)
 
     def _coded(self, x: Tensor, largest: Tensor) -> list[Tensor]:
-        """Return the written parts of float32 [n, rows, numbers of a row]. largest: the magnitudes of rows, [n,
-        rows].
+        """Return what is stored of float32 [n, rows, numbers of a row]: numbers in bf16, or scales and steps.
+
+        largest: each row's largest magnitude, [n, rows].
         """
         if not self._codec.is_int8:
             limit = LARGEST[Dtype.BFLOAT16]
             return [cast(x.clamp(-limit, limit), torch.bfloat16)]
-        levels = torch.full((), float(LEVELS), device=x.device)  # by a plain number, CUDA multiplies with the inverse
+        # By a Python number, CUDA would divide by multiplying with the inverse.
+        levels = torch.full((), float(LEVELS), device=x.device)
         scales = largest / levels
         some = scales[:, :, None] > 0
         steps = torch.where(some, x / torch.where(some, scales[:, :, None], 1.0), 0.0)
         return [scales, steps.round().clamp(-LEVELS, LEVELS).to(torch.int8)]
 
     def _decoded(self, parts: list[Tensor], part: StatePart) -> Tensor:
-        """Return float32 [n, numbers] from the written parts."""
+        """Undo `_coded`: return float32 [n, numbers]."""
         if not self._codec.is_int8:
             return parts[0].view(torch.bfloat16).to(torch.float32)
         scales, steps = parts[0].view(torch.float32), parts[1].view(torch.int8)
@@ -105,7 +112,7 @@ class StateCoder:
         return x.view(len(x), -1)
 
     def _spans(self, place: _Place, first: int, last: int) -> list[slice]:
-        """Return the slices of layers `first` to `last` (exclusive) of a coded part, in the encoded state."""
+        """Return where layers `first` to `last` (exclusive) of a part are encoded, by result of `_coded`."""
 
         def span(start: int, each: int) -> slice:
             return slice(start + first * each, start + last * each)
@@ -116,7 +123,7 @@ class StateCoder:
         return [span(place.start, scales), span(place.start + self._layers * scales, place.numbers)]
 
     def _some(self, place: _Place, n: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of layers to handle at once: the first, and the end."""
+        """Yield ranges of layers to handle at once, as (first layer, end)."""
         step = max(1, BYTES_AT_ONCE // (4 * n * place.numbers))
         return ((first, min(first + step, self._layers)) for first in range(0, self._layers, step))
 
