@@ -387,7 +387,7 @@ class Driver:
         self._ordered = Work()
 
     def wanted(self, now: float) -> int:
-        """Return the number of blocks to save because memory is short; 0 if not short, or if a recent look found none."""
+        """Return the number of blocks to save because memory is short; 0 if it is not, or after a look found none."""
         storing = self.manager.blocks.storing
         short = self._low - storing
         if short <= 0 or now < self._looks_after or (left := self.runway.length(short)) >= short:
