@@ -540,7 +540,7 @@ class Driver:
         return ""
 
     def reset(self, now: float) -> str:
-        """Forget all KV, resident and saved. Return the new namespace for `Tier.cleared`; empty without Redis."""
+        """Drop all saved KV, as vLLM drops its KV. Return the new namespace for `Tier.cleared`; empty without Redis."""
         for store in self._stores.values():
             store.is_void = True
         self.manager.reset()
