@@ -4,9 +4,9 @@
     each step   step: due sessions, memory pressure, stores, drops, prefetches
     results     gathered: ids of stores, once for each rank. Then answered: results, once for each job and rank
 
-A rank has gathered a store when the store's blocks are read, so that the pool may hand them out again. A resume point
-is a length of a session at which every KV cache group has the blocks needed to continue. The driver does no I/O, never
-waits, and reads no clock.
+A rank has gathered a store when the rank has read the store's blocks from the pool. Once all ranks have, the pool gets
+the blocks back. A resume point is a length of a session at which every KV cache group has the blocks needed to
+continue. The driver does no I/O, never waits, and reads no clock.
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ BURSTS = 1.5, 2.5  # the watermarks, as multiples of the burst: the most blocks 
 BURST_DECAY = 127 / 128  # factor on the burst at each step in which requests take some blocks, but fewer
 RUNNING_S = 0.1  # seconds until the next look for blocks to save, after a look found none
 LED = 256  # number of saved blocks put into the policy's order after a request; more if more were overwritten since
-WINDOW_SHARE = 16  # stores may reference one block in WINDOW_SHARE of the pool that not all ranks have gathered
+WINDOW_SHARE = 16  # stores may reference 1 / WINDOW_SHARE of the pool's blocks, until all ranks have gathered these
 
 
 @dataclass(frozen=True, slots=True)
@@ -616,7 +616,7 @@ class Driver:
 
     @property
     def next_deadline(self) -> float:
-        """Time at which a step will have something to do, without news; infinity for none."""
+        """Time of the next step that has something to do without further calls; infinity for none."""
         said, prefetcher = self.manager.said, self.prefetcher
         of_sessions = self.manager.due.least, said.ttls.least, said.pins.least, prefetcher.expected.least
         return min(*of_sessions, prefetcher.look_at, self._look_at)

@@ -1,7 +1,8 @@
 """Interface to the block pool of vLLM or of the simulator: block ids, the prefix cache, and the free queue.
 
-A saved block has a compressed copy in a tier. An empty block has no hash. The free queue has, from the head on, empty
-blocks, saved blocks, and unsaved blocks. The pool hands out blocks from the head, and requests overwrite them.
+A resident block is in the prefix cache. A saved block has a compressed copy in a tier. An empty block has no hash. The
+free queue has, from the head on, empty blocks, saved blocks, and unsaved blocks. The pool hands out blocks from the
+head, to be overwritten.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -121,7 +122,7 @@ class Pool(Protocol):
         """Note that referenced blocks are saved. The prefix cache need not have these blocks yet."""
 
     def keep(self, group: int, block_hashes: Sequence[bytes]) -> None:
-        """Note that blocks are saved. The pool overwrites them before unsaved blocks, in the given order."""
+        """Note that blocks are saved. Of the main group, they are overwritten before unsaved blocks, in this order."""
 
     def lead(self, group: int, block_hashes: Sequence[bytes]) -> None:
         """Have the pool overwrite these saved blocks before all further saved blocks, in the given order."""
@@ -130,7 +131,7 @@ class Pool(Protocol):
         """Note that blocks are no longer saved. The pool overwrites them last, the first of them at the very end."""
 
     def give_up(self, group: int, block_hashes: Sequence[bytes]) -> None:
-        """Have the pool overwrite those of the blocks that are free next, the last first, as if they were saved.
+        """Have the pool overwrite these blocks next, the last first, as if saved. Leave referenced blocks alone.
 
         Until overwritten, the blocks stay in the prefix cache. A block that a request uses counts as unsaved again.
         """
@@ -145,7 +146,7 @@ class Pool(Protocol):
         """Yield the unsaved blocks among the first `most` of the free queue, from the head on."""
 
     def saved(self, most: int) -> Iterator[tuple[int, FreeBlock]]:
-        """Yield the saved blocks, except given up, among the first `most` of the free queue, each with its index."""
+        """Yield saved blocks among the first `most` of the free queue, each with its index. Skip blocks given up."""
 
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
         """Yield saved blocks with KV that was not decoded and will not be overwritten soon.

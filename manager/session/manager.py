@@ -175,7 +175,7 @@ class SessionManager:
 
     pool: Pool  # set by `bind`
     runway: Runway  # of the pool. `ahead` is the number of blocks wanted before the free queue's first unsaved block
-    enough = 16  # answers are not saved after so many consecutive prompts that leave out the last answer
+    enough = 16  # number of consecutive prompts without the last answer, from which on answers are not saved
 
     def __init__(
         self,
@@ -760,7 +760,7 @@ class SessionManager:
         """Return the number of first tokens of each block to keep exact. Shared first blocks keep all."""
         shape, counts = self.shape.groups[group], self.sink_tokens(rows, group)
         if counts.any():
-            counts[~np.isin(counts, list(shape.bounds))] = 0  # a recurrent state is of no single tokens
+            counts[~np.isin(counts, list(shape.bounds))] = 0  # a recurrent state has no tokens to keep exact
         if group == self.shape.session_group and shape.tokens in shape.bounds and self.shares.heads:
             shared = first_false((self.blocks.users[rows] > 1) & (marks == Mark.EXACT))
             if shared:

@@ -251,7 +251,7 @@ class JournalLink(_Link):
         return _Left(written.session_id, facts, blocks, points)
 
     def _adopt(self, left: _Left, sizes: Mapping[BlockName, int]) -> Session | None:
-        """Enter a session's first blocks, as many as there is room for. Return None without room, or if it is known."""
+        """Enter a session's first blocks, as many as there is room for. Return None without room or with a known id."""
         manager, facts, tenant = self._manager, left.facts, left.facts["tenant"]
         length = self._fitting(left, sizes)
         if not length or left.session_id in manager.table.by_id:
