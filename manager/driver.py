@@ -104,7 +104,7 @@ class Driver:
         self.prefetcher = Prefetcher(manager, ranks, self._low, prefetch_lead_s)
         self._main = manager.shape.main
         self._requests = manager.requests
-        self._stores: dict[int, Store] = {}  # by job id
+        self._stores: dict[int, Store] = {}  # stores under way, by job id
         self._loading: dict[str, Answers] = {}  # loads under way, by request id; the request may end before
         self._load_of: dict[int, str] = {}  # by job id, the id of the request that the job loads for
         self._granted: list[Transfer] = []  # stores for the next step's orders
@@ -370,9 +370,6 @@ class Driver:
 
         Otherwise a prompt that takes much of the pool may overwrite the unsaved head of a session. The session's saved
         tail is worthless then.
-
-        Args:
-            taken: see `step`.
         """
         blocks, self._taking = max(self._taking, taken), 0
         if not blocks:
@@ -516,7 +513,7 @@ class Driver:
         self.manager.events(event)
 
     def _let_go(self, store: Store) -> None:
-        """Give a store's blocks back to the pool, the tail first."""
+        """Give a store's blocks back to the pool, the last block first."""
         self._pool.free(store.block_ids[::-1])
         store.block_ids = []
 
@@ -596,7 +593,7 @@ class Driver:
 
     @property
     def has_orders(self) -> bool:
-        """True if another step would have something to order at once."""
+        """True if a further step would at once have orders for the workers."""
         orders = self._drops or self._granted or (self.manager.to_order and not self.rests)
         return bool(orders) or (bool(self.manager.saving) and not self._stores and self._room > 0)
 

@@ -1,7 +1,7 @@
 """Estimate of the compressed blocks in each front tier, for questions about the tiers that have a session.
 
-A front tier is a fast tier in front of a slower tier: GPU memory of RAM, RAM of a disk or Redis, a disk of Redis. The
-workers keep the most recently used blocks in front tiers. Which blocks these are is known only to the workers.
+A front tier is a fast tier in front of a slower tier: GPU memory in front of RAM, RAM in front of a disk or Redis, or a
+disk in front of Redis. The workers keep recently used blocks in front tiers. Only the workers know these blocks.
 """
 
 from collections import OrderedDict

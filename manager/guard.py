@@ -17,7 +17,7 @@ from manthan.manager.session.manager import SessionManager
 
 COARSER = 0.8  # a coarser codec replaces the codec in use only if its noise is at most this share of each limit
 
-RECHECKS, MOST_DIVERGENCE = 20, 0.25  # number of last rechecks that count, and their most mean divergence, in nats
+RECHECKS, MOST_DIVERGENCE = 20, 0.25  # number of last rechecks that count, and limit of their mean divergence in nats
 
 
 class Choice(NamedTuple):

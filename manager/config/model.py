@@ -161,8 +161,8 @@ class TiersConfig(_Model):
     kind: tier with the budget max_bytes. host is RAM, page-locked if there is a GPU; device is GPU memory; disk is a
     folder of a local file system; redis is a Redis server. host_bytes: RAM in a second tier. Behind device, this RAM
     has the blocks that no longer fit into GPU memory. In front of disk or redis, it has copies of recently stored or
-    read blocks. disk_bytes: disk in front of redis, for further copies. pinned_share: share of the budget for pinned
-    sessions. drain_s: seconds after SIGTERM to save idle sessions.
+    read blocks. disk_bytes: disk in front of redis, for further copies. pinned_share: share of the budget for sessions
+    that clients pin. drain_s: seconds after SIGTERM to save idle sessions.
     """
 
     shorthand = "kind"
@@ -246,10 +246,7 @@ class ApiConfig(_Model):
 
 
 class TenantsConfig(_Model):
-    """Tenants: shares of the cold store, and the HTTP header with a request's tenant.
-
-    isolate: True if tenants share no blocks.
-    """
+    """Tenants: shares of the cold store, and HTTP header with a request's tenant. isolate: True to share no blocks."""
 
     shares: Shares = Field(
         default={},

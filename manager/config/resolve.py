@@ -1,4 +1,4 @@
-"""Configuration from flags, environment variables, a YAML file and defaults. Earlier ones override later ones.
+"""Configuration from flags, environment variables, a YAML file and defaults. Each overrides all that follow.
 
     config, sources = resolve_config("configs/default.yaml", flags={"--manthan-idle-after": 60})
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.manthan")
 FLAG_KEYS = {flag.name: key for key, flag in FLAGS.items()}
 ENV_PREFIX = "MANTHAN_"
 KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")
-"""Variables that Kubernetes sets in every pod of a namespace with a Service named `manthan` or `manthan-redis`."""
+"""Variables that Kubernetes sets in every pod of a namespace with a Service named `manthan` or `manthan-NAME`."""
 DEFAULT, ARGUMENT = "default", "argument"
 RENAMED = {
     "idle_after_s": "idle.after_s",

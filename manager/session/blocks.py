@@ -130,8 +130,8 @@ class BlockTable:
         self.group = np.zeros(_FIRST_ROWS, np.int8)  # KV cache group
         self.depth = np.zeros(_FIRST_ROWS, np.int32)  # position in a session, among the blocks of the same group
         self.users = np.zeros(_FIRST_ROWS, np.int32)  # number of sessions, or resume points, that have the block
-        self.holds = np.zeros(_FIRST_ROWS, np.int32)  # number of running requests that have the block in their prompt
-        self.pins = np.zeros(_FIRST_ROWS, np.int16)  # number of loads reading the block now; it is never dropped then
+        self.holds = np.zeros(_FIRST_ROWS, np.int32)  # number of requests with the block in the prompt, and brief holds
+        self.pins = np.zeros(_FIRST_ROWS, np.int16)  # number of loads that read the block; if any, it is not dropped
         self.status = np.zeros(_FIRST_ROWS, np.uint8)  # bits: SAVED if every rank's block is in a tier, STORING
         self.nbytes = np.zeros(_FIRST_ROWS, np.uint32)  # of the compressed block; 0 if not saved
         self.reserved = np.zeros(_FIRST_ROWS, np.uint32)  # most bytes that the store under way may take
@@ -156,7 +156,7 @@ class BlockTable:
         self.saved_blocks: dict[int, int] = {}  # number of saved blocks by group
         self.storing = 0  # number of blocks of stores under way
         self.exact_blocks = 0  # number of saved blocks with exact tokens
-        self._refined = np.zeros(MOST_INNER + 1, np.int64)  # number of saved blocks, by their number of refinements
+        self._refined = np.zeros(MOST_INNER + 1, np.int64)  # number of saved blocks, by refinements to cut
         self.moved_nbytes = [0] * 8  # for each front tier, bytes of saved blocks that have left it, by estimate
 
     def __len__(self) -> int:
@@ -483,7 +483,7 @@ def common_prefix(rows: Rows, others: Rows) -> int:
 
 
 def runs(rows: Rows, keys: Collection[NDArray[np.generic]], depths: NDArray[np.int32], most: int) -> list[slice]:
-    """Cut `rows` into runs of consecutive depths and equal keys. Return the slice of each run, `most` rows at most.
+    """Cut `rows` into runs of consecutive depths and equal keys, of `most` rows at most. Return a slice for each run.
 
     Args:
         keys: arrays with a value for each row. Rows of a run have the same value in each array.

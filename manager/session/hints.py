@@ -228,7 +228,7 @@ class SaidBySession:
         """By session id, the time at which the session is forgotten, and the next end of its pin or a kept range."""
         self._tools = ToolTimes()
         self.expected: Callable[[Session, float], None] = lambda session, now: None
-        """Function of the prefetcher, called with a session and the time when the session's expected return changes."""
+        """Function of the prefetcher for a changed expected return, called with the session and the time of change."""
 
     def take(self, session: Session, hints: Hints, now: float) -> str:
         """Do what a request's hints ask for. Return the reason for a refusal, in a sentence; empty for none."""

@@ -4,9 +4,9 @@ The manager does no I/O, starts no thread, reads no clock and knows neither torc
 from a single thread and carries out the returned transfers.
 
 A row is the number of a block in the BlockTable. A resume point is a length of a session at which every KV cache group
-has the blocks needed to continue. A block's level is the number of its refinements, parts that can be cut off. A mark
-tells if a block's KV is exact, decoded, or derived: computed behind decoded blocks. Relatives are sessions of a family,
-which are parents and children by the hint `parent_session_id`.
+has the blocks needed to continue. A compressed block's level is the number of its refinements: parts behind the base
+that can be cut off. A mark tells if a block's KV is exact, decoded, or derived: computed behind decoded blocks.
+Relatives are sessions of one family, made of parents and children by the hint `parent_session_id`.
 """
 
 from collections import deque
@@ -207,7 +207,7 @@ class SessionManager:
         self.job_ids = count()
         self._is_shared, self._is_exclusive, self._levels = is_shared, is_exclusive, levels
         self._sink, self._wanted_sink = sink_tokens, sink_tokens
-        self.due = Ranking()  # times at which idle sessions are saved
+        self.due = Ranking()  # by id of an idle session, the time at which the session is saved
         self.saving: dict[Session, float] = {}  # for each idle session being saved, the time at which that began
         self._loading: dict[str, Rows] = {}  # by id of a load, the pinned rows
         self._torn: set[int] = set()  # rows to drop once no load reads them, because only some ranks have the new block
@@ -1185,7 +1185,7 @@ class SessionManager:
         return self.blocks.hashes(rows[(self.blocks.users[rows] == 1) & (self.blocks.holds[rows] == 0)])
 
     def _save_later(self, session: Session) -> None:
-        """Note that a session has lost compressed blocks which the pool still has, and save it again later."""
+        """Note that a session has lost compressed blocks which the pool still has. Save the session again later."""
         self.table.set_cold(session, False)
         if not session.requests:
             self.due.set(session.session_id, session.last_used + self.idle_after_s)
@@ -1348,7 +1348,7 @@ class SessionManager:
         return ""
 
     def usage(self) -> Usage:
-        """Return numbers of sessions and blocks, and the tiers' bytes, as of now."""
+        """Return counts of sessions and blocks, and the tiers' bytes, as of now."""
         blocks, groups = self.blocks, self.shape.groups
         saved = {group: count for group, count in blocks.saved_blocks.items() if group != NO_GROUP}
         return Usage(

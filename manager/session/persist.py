@@ -151,7 +151,7 @@ class JournalLink(_Link):
             yield JournalSession(session_id, facts, saved)
 
     def _saved(self, session: Session) -> tuple[Rows, list[ResumePoint]]:
-        """Return the saved first rows of a session, whose end another engine can continue from, and saved points."""
+        """Return a session's saved first rows, cut to a resume point if one is needed, and the saved resume points."""
         blocks, points = self._manager.blocks, self._manager.points
         rows = session.rows[: blocks.saved_prefix(session.rows)]
         standing = [point for point in session.points if point.depth <= len(rows) and points.stands(point)]
