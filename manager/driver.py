@@ -1,10 +1,12 @@
-"""Serving loop of an engine, over vLLM's block pool or the simulator's.
+"""Driver of a SessionManager. vLLM's scheduler or the simulator calls its functions, for requests, steps and results.
 
     a request   started -> matched (how much can be loaded?) -> admitted -> loading -> ... -> finished
     each step   step: due sessions, memory pressure, stores, drops, prefetches
-    results     gathered, then answered: ids of jobs, and results, once for each rank
+    results     gathered: ids of stores, once for each rank. Then answered: results, once for each job and rank
 
-The loop does no I/O, never waits, and reads no clock.
+A rank has gathered a store when the rank has read the store's blocks from the pool. Once all ranks have, the pool gets
+the blocks back. A resume point is a length of a session at which every KV cache group has the blocks needed to
+continue. The driver does no I/O, never waits, and reads no clock.
 """
 
 from collections import Counter
@@ -31,17 +33,20 @@ if TYPE_CHECKING:
 
 A_STEP = 512  # most blocks of stores under way: about as many as a GPU encodes during a step
 LOW_WATERMARK, HIGH_WATERMARK = 0.1, 0.25
-"""Shares of the pool without unsaved blocks. Below the low share, blocks are saved up to the high share."""
-BURSTS = 1.5, 2.5  # watermarks as multiples of the blocks taken by requests in a step; the larger number counts
-BURST_DECAY = 127 / 128  # factor on that number of blocks, at each step that takes fewer
+"""Watermarks of the blocks in the free queue before its first unsaved block, as shares of the pool.
+
+If they are fewer than the low watermark, blocks are saved until they reach the high watermark.
+"""
+BURSTS = 1.5, 2.5  # the watermarks, as multiples of the burst: the most blocks that requests took in a recent step
+BURST_DECAY = 127 / 128  # factor on the burst at each step in which requests take some blocks, but fewer
 RUNNING_S = 0.1  # seconds until the next look for blocks to save, after a look found none
 LED = 256  # number of saved blocks put into the policy's order after a request; more if more were overwritten since
-WINDOW_SHARE = 16  # stores reference at most the pool's blocks divided by this, while these are not gathered yet
+WINDOW_SHARE = 16  # stores may reference 1 / WINDOW_SHARE of the pool's blocks, until all ranks have gathered these
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Orders of a step to the workers, who obey them in the order of the fields."""
+    """Orders of a step to the workers. They obey `revokes` and drops first, then begin loads, and last stores."""
 
     drops: Sequence[BlocksDropped | BlocksTrimmed] = ()
     stores: Sequence[Transfer] = ()
@@ -50,19 +55,19 @@ class Work:
 
 
 class Driver:
-    """Loop of an engine.
+    """Driver of an engine's SessionManager.
 
     Args:
         ranks: number of ranks, each of which answers every load.
         storing: number of ranks that answer every store; None for all. The others keep no blocks.
         low, high: watermarks, as shares of the pool; see LOW_WATERMARK.
-        bursts: low and high watermarks, as multiples of the blocks taken by requests in a step; see BURSTS.
-        fronts: tiers in front of the last, the fastest first.
+        bursts: low and high watermarks, as multiples of the burst; see BURSTS. The larger number of blocks counts.
+        fronts: fast tiers in front of the last tier, the fastest first.
         prefetch_lead_s: seconds by which a prefetch precedes the expected return; None for no prefetches.
         redis: finds other engines' blocks, and publishes this engine's; None without Redis.
-        journal: writes facts for the next engine, for tiers that outlive the engine.
+        journal: writes sessions to the disk for the next engine; None without a disk that outlives the engine.
         guard: chooses the codec; None for the configured codec.
-        again: number of blocks at the end of a hit that vLLM computes again.
+        again: number of blocks at the end of a prefix cache hit that vLLM computes again, as with EAGLE.
         last_tokens: number of prompt tokens that vLLM computes on a full hit.
         weigh: returns the bytes that a block takes of the whole budget, from its bytes on each rank.
     """
@@ -99,20 +104,20 @@ class Driver:
         self.prefetcher = Prefetcher(manager, ranks, self._low, prefetch_lead_s)
         self._main = manager.shape.main
         self._requests = manager.requests
-        self._stores: dict[int, Store] = {}  # by job id
-        self._loading: dict[str, Answers] = {}  # by request id; the request may end before
-        self._load_of: dict[int, str] = {}  # by job id, the load's request
-        self._granted: list[Transfer] = []
-        self._loads: list[Transfer] = []
+        self._stores: dict[int, Store] = {}  # stores under way, by job id
+        self._loading: dict[str, Answers] = {}  # loads under way, by request id; the request may end before
+        self._load_of: dict[int, str] = {}  # by job id, the id of the request that the job loads for
+        self._granted: list[Transfer] = []  # stores for the next step's orders
+        self._loads: list[Transfer] = []  # loads for the next step's orders
         self._drops: list[BlocksDropped | BlocksTrimmed] = []
         manager.events.subscribe(self._drops.append, BlocksDropped, BlocksTrimmed)
-        self._waiting: dict[str, int] = {}  # by request id, number of blocks to take
+        self._waiting: dict[str, int] = {}  # by id of a waiting request, the number of blocks that it needs
         self._ordered = Work()  # orders of the last step, until the workers have them
-        self._taken = 0  # most blocks taken by the last step's requests
-        self._taking, self._burst = 0, 0.0  # blocks taken by requests since the last step, and most in a recent step
-        self._overwritten = 0  # most blocks taken from the free queue's head since `lead_overwritten` put it in order
-        self._looks_after = 0.0  # time of the next look for blocks to save in the free queue
-        self._look_at = inf  # time of the next look, after ended requests gave blocks to the queue; else infinity
+        self._taken = 0  # most blocks that the last step's requests can have taken
+        self._taking, self._burst = 0, 0.0  # number of blocks allocated to requests since the last step; see BURSTS
+        self._overwritten = 0  # most blocks that can have left the free queue's head since `lead_overwritten`
+        self._looks_after = 0.0  # time until which the free queue is not searched for blocks to save
+        self._look_at = inf  # time of the next search, if a request has ended since the last; else infinity
         self._was_answered = self._has_finished = False
         self.rests = False  # true while no store and no prefetch may begin; see `halt`
 
@@ -126,16 +131,16 @@ class Driver:
             self._redis.look_up(request, self.usable(request.tokens))
 
     def usable(self, tokens: int) -> int:
-        """Return how many first blocks of a prompt of `tokens` tokens may be found; the last tokens are computed."""
+        """Return the most blocks that may be found of a prompt of `tokens` tokens. The last tokens are computed."""
         return (tokens - self._last_tokens) // self.manager.shape.block_tokens
 
     def matched(self, request_id: str, resident: int, usable: int, blocks: int, now: float) -> int | None:
-        """Return the number of blocks to load behind a request's resident blocks; None if vLLM shall ask again.
+        """Return the number of blocks to load behind a request's resident blocks; None if vLLM shall ask again later.
 
         Args:
             resident: number of the prompt's first blocks that vLLM found in the pool.
             usable: number of the prompt's first blocks that may be found.
-            blocks: number of blocks that the request needs in all.
+            blocks: number of pool blocks that the request needs in all.
         """
         if self._redis is not None:
             self._redis.hear()
@@ -157,11 +162,12 @@ class Driver:
         return max(0, self.manager.match(request, resident, usable) - self._again)
 
     def admitted(self, request_id: str, resident: int, usable: int, taken: int, brought: int = 0) -> None:
-        """Note that vLLM has allocated a request's blocks; after a load, once more.
+        """Note that vLLM has allocated a request's blocks. Called again when a load of the request has ended.
 
         Args:
-            taken: number of blocks, the resident ones included: they too may have left the head of the free queue.
-            brought: number of blocks behind the resident ones that another connector loads.
+            resident, usable: see `matched`.
+            taken: number of the request's blocks. Resident blocks count, because they too may have left the free queue.
+            brought: number of blocks behind the resident blocks that another connector loads.
         """
         request = self._requests.get(request_id)
         new = taken - (0 if request is None else request.taken)
@@ -181,7 +187,7 @@ class Driver:
             self.prefetcher.admitted(rows, resident + self._again, usable)
 
     def hits(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """Note which blocks of the prefix cache a request uses, by KV cache group."""
+        """Note which blocks of the prefix cache a request uses. block_ids: by KV cache group."""
         if (request := self._requests.get(request_id)) is not None:
             request.exact, request.lossy = set(), self._lossy_tokens(block_ids)
 
@@ -189,8 +195,8 @@ class Driver:
         """Mark blocks whose KV another engine has computed and handed over, by KV cache group.
 
         Args:
-            decoded: ids of blocks that are decoded, here or in the other engine.
-            derived: ids of blocks computed there behind decoded blocks.
+            decoded: ids of blocks with KV that a lossy codec may have changed.
+            derived: ids of blocks with KV that the other engine computed behind decoded blocks.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -199,12 +205,12 @@ class Driver:
         for mark, groups in ((Mark.DECODED, decoded), (Mark.DERIVED, derived)):
             for block_ids in groups:
                 marks.set(block_ids, mark, owner)
-        for block_ids in decoded:  # their level is unknown
+        for block_ids in decoded:  # they may be too coarse for requests of high quality
             marks.coarsen(block_ids)
         request.lossy += self._lossy_tokens([[*first, *behind] for first, behind in zip(decoded, derived, strict=True)])
 
     def computed(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Mark blocks computed by a request behind decoded blocks. Loaded blocks keep their marks."""
+        """Mark blocks that a request has computed behind lossy blocks. Loaded blocks keep their marks."""
         request = self._requests.get(request_id)
         if request is not None and request.lossy:
             marks = self._pool.marks
@@ -217,7 +223,7 @@ class Driver:
             request.computed = max(request.computed, blocks)
 
     def asker(self, request_id: str) -> Asker | None:
-        """Return the asker of the request; None for exact KV only."""
+        """Return `Request.asker` of the request; None if the request takes exact KV only, or is unknown."""
         request = self._requests.get(request_id)
         return None if request is None else request.asker
 
@@ -232,9 +238,9 @@ class Driver:
         """Begin a load for a request.
 
         Args:
-            resident, end: range of the prompt's blocks to load.
+            resident, end: range of the prompt's blocks to load, from `resident` to before `end`.
             block_ids: ids of the pool's blocks to load the main group's blocks into.
-            beside: for each further KV cache group, its number, block hashes, and ids of blocks to load into.
+            beside: for each further KV cache group, its index, block hashes, and ids of blocks to load into.
         """
         request, manager = self._requests[request_id], self.manager
         rows = request.rows[resident:end]
@@ -258,7 +264,7 @@ class Driver:
         request.lossy += self._lossy_tokens([job.block_ids.tolist() for job in jobs])
 
     def _lossy_tokens(self, block_ids: Iterable[Sequence[int]]) -> int:
-        """Return the number of lossy tokens of blocks, by the KV cache group with most lossy blocks."""
+        """Return the number of tokens in the lossy blocks of the group with most. block_ids: by KV cache group."""
         lossy = (len(self._pool.marks.lossy(of_group)) for of_group in block_ids)
         return max(lossy, default=0) * self.manager.shape.block_tokens
 
@@ -273,7 +279,7 @@ class Driver:
         return (0 if request is None else request.found or 0) * self.manager.shape.block_tokens
 
     def returned(self, request_id: str) -> Asker | None:
-        """Return the asker of a request whose load brought lossy KV; None for any other request."""
+        """Return the asker of a request that had a load and uses lossy KV; None for any other request."""
         request = self._requests.get(request_id)
         return request.asker if request is not None and request.was_loaded and request.lossy else None
 
@@ -286,7 +292,10 @@ class Driver:
         points: Sequence[PointParts] = (),
         ending: str = "",
     ) -> Outcome | None:
-        """Note the end of a request. Arguments: see `SessionManager.request_finished`."""
+        """Note the end of a request. Return the answer to its hints; None for an unknown request.
+
+        Arguments: see `SessionManager.request_finished`.
+        """
         self._waiting.pop(request_id, None)
         if self._redis is not None:
             self._redis.forget(request_id)
@@ -305,7 +314,7 @@ class Driver:
     # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, taken: int, now: float) -> Work:
-        """Return the orders of this step. taken: the most blocks that its requests have taken from the free queue."""
+        """Return the orders of this step. taken: most blocks that the step's requests can have taken from the pool."""
         manager = self.manager
         self._taken, self._was_answered = taken, False
         self._overwritten += taken
@@ -315,7 +324,7 @@ class Driver:
             manager.said.expire(now)
         if now >= self._looks_after:
             self._look_at = inf
-        # True if free blocks are fewer than a running request may take, or the first waiting request needs.
+        # True if fewer blocks are free than running requests may take in a step, or than the first waiting one needs.
         is_short = len(self._pool) < max(taken, self._first_waiting)
         revokes = self._holding > 0 and is_short
         if not self.rests:
@@ -347,9 +356,9 @@ class Driver:
         return work
 
     def _smallest_first(self, loads: Sequence[Transfer]) -> Sequence[Transfer]:
-        """Return loads by the bytes of their request, prefetches last.
+        """Return loads in the order of the bytes that their request loads, the fewest first, and prefetches last.
 
-        Workers begin loads in order, those of an earlier step first. Only loads of the same step pass a large one.
+        Workers begin the loads of an earlier step first. So a small load passes only large loads of its own step.
         """
         groups, nbytes = self.manager.shape.groups, Counter[str | None]()
         for job in loads:
@@ -357,10 +366,10 @@ class Driver:
         return sorted(loads, key=lambda job: (job.request_id is None, nbytes[job.request_id]))
 
     def _expect_burst(self, taken: int) -> None:
-        """Set the watermarks so that a step like the largest recent one takes saved blocks only.
+        """Set the watermarks so that a step with a burst of blocks takes saved blocks only; see BURSTS.
 
-        Otherwise a prompt that takes much of the pool may overwrite the unsaved head of a session. Its saved tail is
-        worthless then.
+        Otherwise a prompt that takes much of the pool may overwrite the unsaved head of a session. The session's saved
+        tail is worthless then.
         """
         blocks, self._taking = max(self._taking, taken), 0
         if not blocks:
@@ -375,7 +384,7 @@ class Driver:
         self._ordered = Work()
 
     def wanted(self, now: float) -> int:
-        """Return the number of blocks to save because memory is short; 0 if it is not, or if none was to save."""
+        """Return the number of blocks to save because memory is short; 0 if it is not, or after a look found none."""
         storing = self.manager.blocks.storing
         short = self._low - storing
         if short <= 0 or now < self._looks_after or (left := self.runway.length(short)) >= short:
@@ -389,7 +398,7 @@ class Driver:
 
     @property
     def _room(self) -> int:
-        """Number of free blocks for stores to reference. Requests cannot have them until the blocks are gathered."""
+        """Most free blocks that new stores may reference. Requests cannot have these until all ranks have gathered."""
         free, first = len(self._pool) - 2 * self._taken, self._first_waiting
         if first <= free:
             free -= first  # if the first request does not fit, it waits for running requests' blocks
@@ -397,7 +406,7 @@ class Driver:
         return max(0, min(window, free, A_STEP - self.manager.blocks.storing))
 
     def _save_running(self, now: float) -> None:
-        """Save blocks of running requests, without taking a free block."""
+        """Begin to store blocks of running requests. As the requests reference these blocks, no free block is taken."""
         for request in self._requests.values():
             room = A_STEP - self.manager.blocks.storing
             if room <= 0:
@@ -416,13 +425,13 @@ class Driver:
 
     @property
     def _holding(self) -> int:
-        """Number of blocks referenced until gathered."""
+        """Number of blocks that stores reference, because not all ranks have gathered them."""
         return sum(len(store.block_ids) for store in self._stores.values())
 
     # -- results --------------------------------------------------------------------------------------
 
     def gathered(self, job_ids: Iterable[int]) -> None:
-        """Note that a rank has gathered these stores' blocks. After all that store, the pool gets the blocks back."""
+        """Note that a rank has gathered these stores. The pool gets back the blocks that all storing ranks gathered."""
         for job_id in job_ids:
             if (store := self._stores.get(job_id)) is not None:
                 store.gathered += 1
@@ -430,7 +439,7 @@ class Driver:
                     self._let_go(store)
 
     def answered(self, results: Iterable[TransferResult], now: float, verdicts: Sequence[Verdict] = ()) -> None:
-        """Take results of ranks, and their measurements. A transfer is settled after the last of them."""
+        """Take results of transfers, and ranks' measurements of codecs. The last rank's result settles a transfer."""
         for result in results:
             if (store := self._stores.get(result.job_id)) is not None:
                 if store.answers.add(result, self._storing):
@@ -460,7 +469,12 @@ class Driver:
             self.manager.stored(store, nbytes, now, inner)
 
     def _refuse(self, store: Store, causes: dict[int, set[str]], now: float, torn: Sequence[int] = ()) -> None:
-        """Tell the manager which blocks of a store are not saved. torn: those that some rank may have stored."""
+        """Tell the manager which blocks of a store are not saved.
+
+        Args:
+            causes: by index in the store, the causes on the ranks.
+            torn: indices of blocks that some ranks may have stored and others not.
+        """
         if causes:
             torn = () if store.is_void else torn
             is_refused = any(told - {NEEDED, RESET} for told in causes.values())
@@ -486,7 +500,7 @@ class Driver:
             if not failed:
                 main = [job.block_ids for job in answers.jobs if job.group == self._main]
                 self._pool.loaded([block_id for each in main for block_id in each.tolist()])
-            else:  # all but the first good blocks are computed
+            else:  # vLLM computes all blocks behind the good ones
                 loaded = [job.block_ids.tolist() for job in answers.jobs]
                 request.lossy -= self._lossy_tokens(loaded)
                 for job, block_ids in zip(answers.jobs, loaded, strict=True):
@@ -499,7 +513,7 @@ class Driver:
         self.manager.events(event)
 
     def _let_go(self, store: Store) -> None:
-        """Give a store's blocks back to the pool, the tail first."""
+        """Give a store's blocks back to the pool, the last block first."""
         self._pool.free(store.block_ids[::-1])
         store.block_ids = []
 
@@ -514,7 +528,7 @@ class Driver:
     # -- the rest -------------------------------------------------------------------------------------
 
     def steer(self, what: str, session: Session, now: float, seconds: float | None = None, tool: str = "") -> str:
-        """Obey an operator's order for a session; see `SessionManager.steer`. what: also prefetch."""
+        """Obey an operator's order for a session. what: "prefetch", or an order of `SessionManager.steer`."""
         if what != "prefetch":
             return self.manager.steer(what, session, now, seconds, tool)
         if not self.prefetcher.is_on:
@@ -523,7 +537,7 @@ class Driver:
         return ""
 
     def reset(self, now: float) -> str:
-        """Drop all KV, resident and saved. Return the new namespace for `Tier.cleared`; empty without Redis."""
+        """Drop all saved KV, as vLLM drops its KV. Return the new namespace for `Tier.cleared`; empty without Redis."""
         for store in self._stores.values():
             store.is_void = True
         self.manager.reset()
@@ -537,7 +551,7 @@ class Driver:
         return name
 
     def halt(self, now: float) -> None:
-        """Begin no transfer until `rests` is unset, and give back the blocks of transfers not begun."""
+        """Begin no store and no prefetch while `rests` is set. Give back the blocks of stores that no worker knows."""
         self.rests = True
         self._refuse_granted(now)
 
@@ -551,7 +565,10 @@ class Driver:
     # -- after an error -------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Give back the blocks of jobs that no worker has been told of. After the error, the tables may be wrong."""
+        """Give back the blocks of stores and prefetches that no worker knows.
+
+        The tables of the manager are left alone, because they may be wrong after an error.
+        """
         for job in chain(self._granted, self._ordered.stores):
             if (store := self._stores.pop(job.job_id, None)) is not None:
                 self._let_go(store)
@@ -559,7 +576,7 @@ class Driver:
             self._pool.free(self.prefetcher.abandon())
 
     def drain(self, results: Iterable[TransferResult]) -> None:
-        """Give back the blocks of jobs that ended after `abandon`."""
+        """Give back the blocks of stores and prefetches that ended after `abandon`."""
         for result in results:
             if (store := self._stores.get(result.job_id)) is None:
                 self._pool.free(self.prefetcher.drain(result))
@@ -576,27 +593,27 @@ class Driver:
 
     @property
     def has_orders(self) -> bool:
-        """True if another step would have something to order at once."""
+        """True if a further step would at once have orders for the workers."""
         orders = self._drops or self._granted or (self.manager.to_order and not self.rests)
         return bool(orders) or (bool(self.manager.saving) and not self._stores and self._room > 0)
 
     @property
     def holds_blocks(self) -> bool:
-        """True while a store or a prefetch has not been answered."""
+        """True while a rank's result of a store or of a prefetch is due."""
         return bool(self._stores) or self.prefetcher.load is not None
 
     def holds_any(self) -> bool:
-        """True while blocks of the pool are referenced."""
+        """True while a store or a prefetch references blocks of the pool."""
         return self._holding > 0 or self.prefetcher.load is not None
 
     @property
     def is_moving(self) -> bool:
-        """True while a transfer is under way."""
+        """True while a rank's result of any transfer is due."""
         return self.holds_blocks or bool(self._loading)
 
     @property
     def next_deadline(self) -> float:
-        """Time of the next due step; infinity for none."""
+        """Time of the next step that has something to do without further calls; infinity for none."""
         said, prefetcher = self.manager.said, self.prefetcher
         of_sessions = self.manager.due.least, said.ttls.least, said.pins.least, prefetcher.expected.least
         return min(*of_sessions, prefetcher.look_at, self._look_at)

@@ -1,7 +1,7 @@
-"""Events of an engine, in one stream: changes of sessions, blocks and stores.
+"""Events of an engine, in one stream: changes of sessions, of blocks and of the shared tier.
 
 Histories of sessions, KV events, metrics, the log, traces and the driver subscribe. Times are seconds. Bytes are of all
-ranks together.
+ranks together. A resume point is a length of a session at which every KV cache group has the blocks needed to continue.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -19,12 +19,12 @@ class DropCause(StrEnum):
     """Reason for dropping compressed blocks."""
 
     BUDGET = auto()  # no room
-    REDUNDANT = auto()  # no room, and the pool has the computed KV
+    REDUNDANT = auto()  # no room, and the pool still has KV of the block that was computed, not decoded
     FAILED = auto()  # the block cannot be read or stored
     ABANDONED = auto()  # no session can use the block any more
     RESET = auto()  # all KV is dropped
-    EXPIRED = auto()  # past `ttl_s`
-    RELEASED = auto()  # on demand
+    EXPIRED = auto()  # the session was not used for `ttl_s` seconds
+    RELEASED = auto()  # a client or an operator released the session
 
 
 class Event(Struct, frozen=True):
@@ -35,27 +35,27 @@ class Turn(Event, frozen=True, tag=True, array_like=True):
     """A request of a session ended."""
 
     session_id: str
-    tokens: int  # of the session
-    blocks: int  # of the session
-    seconds: float  # since the request came
+    tokens: int  # number of the session's tokens
+    blocks: int  # number of the session's full blocks
+    seconds: float  # from the request's arrival to its end
     found: int  # number of the prompt's tokens that were resident or loaded
-    lossy: int  # number of found tokens that were decoded or derived
+    lossy: int  # number of found tokens in blocks with the mark DECODED or DERIVED; see `Mark`
 
 
 class Evicted(Event, frozen=True, tag=True, array_like=True):
-    """A session went cold."""
+    """A session went cold: no request of it runs, and all its full blocks are saved in a tier."""
 
     session_id: str
-    blocks: int  # of the session
+    blocks: int  # number of the session's blocks of the main KV cache group
     beside: int  # number of blocks of further KV cache groups at the session's resume points
-    tokens: int  # of the session
-    pool_nbytes: int  # of all these blocks in the pool
-    stored: int  # number of newly saved blocks
-    stored_nbytes: int
-    cold_nbytes: int  # of all these blocks, compressed
-    exact: int  # number of blocks with exact tokens
-    idle_s: float  # seconds from the last request to the begin of the saving
-    took_s: float  # seconds of the saving
+    tokens: int  # number of tokens in `blocks`
+    pool_nbytes: int  # bytes that `blocks` and `beside` take in the pool
+    stored: int  # number of blocks saved since the last request began; the others were saved before
+    stored_nbytes: int  # bytes of the `stored` compressed blocks
+    cold_nbytes: int  # bytes of the compressed blocks of `blocks` and `beside`
+    exact: int  # number of `blocks` with exact tokens
+    idle_s: float  # seconds from the last request's end to the begin of saving
+    took_s: float  # seconds from the begin of saving to its end
     is_pressed: bool  # true if memory was short, false if the session was idle for long enough
 
 
@@ -63,13 +63,13 @@ class Restored(Event, frozen=True, tag=True, array_like=True):
     """A load ended."""
 
     session_id: str
-    blocks: int  # number of the session's blocks to load
-    good: int  # number of these before the first failure
+    blocks: int  # number of blocks of the main KV cache group to load
+    good: int  # number of `blocks` before the first failure; after any failure 0 if resume points are needed
     beside: int  # number of loaded blocks of further KV cache groups
-    nbytes: int  # of the compressed blocks
-    seconds: float
-    causes: Collection[str]  # of failures
-    request_id: str | None  # of the request that waited; None for a prefetch
+    nbytes: int  # bytes of the compressed blocks
+    seconds: float  # duration on the slowest rank
+    causes: Collection[str]  # cause of each failure
+    request_id: str | None  # id of the request that waited; None for a prefetch
 
 
 class Lost(Event, frozen=True, tag=True, array_like=True):
@@ -102,9 +102,12 @@ class EncodingBegins(Event, frozen=True):
 
 
 class Loading(Event, frozen=True):
-    """Blocks of a codec with refinements, at these levels, are about to be decoded for a request."""
+    """Blocks of a codec with refinements are about to be decoded for a request.
 
-    levels: Sequence[int]
+    A refinement is a part of a compressed block. Each that follows the base makes the decoded KV finer.
+    """
+
+    levels: Sequence[int]  # for each block, its number of refinements
 
 
 class BlocksSaved(Event, frozen=True):
@@ -112,12 +115,12 @@ class BlocksSaved(Event, frozen=True):
 
     group: int
     block_hashes: Sequence[bytes]
-    first: int  # position of the first one in the session
-    seconds: float | None = None  # for a block on the slowest rank; None if another engine stored the blocks
+    first: int  # position of the first block in the session
+    seconds: float | None = None  # mean time of a block on the slowest rank; None if another engine stored the blocks
 
 
 class BlocksDropped(Event, frozen=True):
-    """Blocks leave the tiers."""
+    """Compressed blocks leave the tiers."""
 
     group: int
     block_hashes: Sequence[bytes]
@@ -125,15 +128,15 @@ class BlocksDropped(Event, frozen=True):
 
 
 class BlocksTrimmed(Event, frozen=True):
-    """Blocks lost all refinements above a level, for lack of room."""
+    """Compressed blocks lost their last refinements, for lack of room."""
 
     group: int
     block_hashes: Sequence[bytes]
-    level: int
+    level: int  # number of refinements left
 
 
 class StoreFailed(Event, frozen=True):
-    """A block could not be stored. causes: causes on the ranks, which are labels of a metric."""
+    """A block could not be stored. causes: each different cause on any rank, a label of a metric."""
 
     causes: Collection[str]
 
@@ -158,14 +161,14 @@ class PrefetchHit(Event, frozen=True):
 
 
 class LookedUp(Event, frozen=True):
-    """A prompt was looked up in a shared store. outcome: found, nothing or unanswered."""
+    """A prompt's blocks were looked up in the shared tier (Redis). outcome: found, nothing or unanswered."""
 
     session_id: str
     outcome: str
 
 
 class StoreIsUp(Event, frozen=True):
-    """A shared store answers, or stopped answering."""
+    """The shared tier (Redis) began or stopped to answer."""
 
     is_up: bool
 
@@ -175,28 +178,28 @@ FIRST_BLOCKS = 64  # number of blocks that a rank measures for its first verdict
 
 @dataclass(frozen=True)
 class Verdict:
-    """Measurement by a rank of the error that codecs add to the model's KV."""
+    """Measurement by a rank of the error that codecs add to the model's KV. The guard chooses the codec by it."""
 
     rank: int
-    measured: Sequence[Fidelity] = ()  # for each lossy codec, the configured one first; empty if it failed
-    compute_s: float = 0.0  # seconds in which the model computes a token of a prompt; 0 if unknown
+    measured: Sequence[Fidelity] = ()  # for each lossy codec, the coarsest first; empty if the measurement failed
+    compute_s: float = 0.0  # seconds that the model takes to compute a token of a prompt; 0 if unknown
 
     def is_slow(self, choice: int) -> bool:
-        """True if loading a token in this codec takes longer than computing the token."""
+        """True if decoding a token takes longer than computing it. choice: index of the codec in `measured`."""
         return 0 < self.compute_s < self.measured[choice].decode_s
 
 
 class Judged(Event, frozen=True):
-    """The guard has decided on a codec, by the verdict of the worst rank."""
+    """The guard has decided on a codec that all ranks' verdicts allow."""
 
-    verdict: Verdict
-    choice: int  # index of the codec from now on
-    codec: str  # name of that codec
-    is_new: bool  # true if it differs from the one before, or if this is the first decision
+    verdict: Verdict  # of the worst rank
+    choice: int  # index in `Guard`'s choices of the codec used from now on
+    codec: str  # name of this codec
+    is_new: bool  # true if the last decision was for another codec, or if this is the first decision
 
     @property
     def is_slow(self) -> bool:
-        """True if the configured codec is faithful, but not used, because decoding is slower than computing."""
+        """True if the coarsest codec is faithful, but not used, because decoding is slower than computing."""
         return self.choice > 0 and self.verdict.measured[0].is_faithful and self.verdict.is_slow(0)
 
 
@@ -211,7 +214,7 @@ class Events:
         self._subscribers: list[tuple[Callable[[Any], None], tuple[type, ...]]] = []
 
     def subscribe(self, take: Callable[[Any], None], *kinds: type) -> None:
-        """Have `take` called with each event from now on, of the given kinds or of all."""
+        """Have `take` called with each later event of the classes `kinds`; of all classes if none is given."""
         self._subscribers.append((take, kinds or (object,)))
 
     def __call__(self, event: Event) -> None:

@@ -1,6 +1,7 @@
-"""Estimate of the compressed blocks in each front tier: GPU memory before RAM, RAM before a disk, a disk before Redis.
+"""Estimate of the compressed blocks in each front tier, for questions about the tiers that have a session.
 
-The workers keep these tiers by LRU. The estimate answers questions about a session's tiers.
+A front tier is a fast tier in front of a slower tier: GPU memory in front of RAM, RAM in front of a disk or Redis, or a
+disk in front of Redis. The workers keep recently used blocks in front tiers. Only the workers know these blocks.
 """
 
 from collections import OrderedDict
@@ -15,20 +16,20 @@ from manthan.manager.session.table import Session
 
 
 class FrontTiers:
-    """Tiers in front of the last, the fastest first.
+    """Front tiers, the fastest first.
 
-    A tier has a number, the fastest 0. The last tier's number is the number of front tiers.
+    Tiers are numbered from 0, the fastest. The last tier, behind all front tiers, has the number `len(self)`.
     """
 
     def __init__(self, manager: SessionManager, tiers: Sequence[FrontTier]) -> None:
         self._table, self._blocks = manager.table, manager.blocks
         self._used: list[OrderedDict[str, None]] = [OrderedDict() for _ in tiers]
-        """By tier, ids of sessions that have blocks in it, in the order in which they last went cold."""
+        """By front tier, ids of the sessions that have blocks there, in the order in which they last went cold."""
         self.budgets = tuple(each.nbytes for each in tiers)  # in bytes
-        self.all_moved = (1 << len(tiers)) - 1  # `moved` of a block in the last tier only
+        self.all_moved = (1 << len(tiers)) - 1  # `BlockTable.moved` of a block in the last tier only
         self._fills_on_read = any(each.fills_on_read for each in tiers)
         self.keeps_behind = self._fills_on_read or not tiers
-        """True if the last tier has all blocks, front tiers' blocks included."""
+        """True if the last tier has all blocks, also those that a front tier has."""
         if tiers:
             manager.table.gone.append(self._forget)
             manager.read = self.read
@@ -47,9 +48,10 @@ class FrontTiers:
             order.pop(session.session_id, None)
 
     def settle(self) -> None:
-        """Mark the tails of the least recently used sessions as moved, until the rest fits each tier's budget.
+        """Note for each front tier that blocks have left it, until the rest of its blocks fits the tier's budget.
 
-        If reads fill the tier, sessions in use are passed over, because their blocks were just read.
+        The last blocks of the sessions that went cold first leave. If reads fill front tiers, sessions that are not
+        cold are passed over, because their blocks were read or stored recently.
         """
         blocks = self._blocks
         for tier, (order, budget) in enumerate(zip(self._used, self.budgets, strict=True)):
@@ -72,17 +74,17 @@ class FrontTiers:
                 del order[session_id]
 
     def read(self, rows: Rows) -> None:
-        """Note that blocks were read: if reads fill front tiers, those in front of where each block was have it now."""
+        """Note that blocks were read. If reads fill front tiers, all tiers faster than a block's have the block now."""
         if self._fills_on_read:
             rows = rows[(self._blocks.moved[rows] & 1) > 0]
             moved = self._blocks.moved[rows]
             self._blocks.move(rows, moved & (moved + 1))
 
     def tier_of(self, row: int) -> int:
-        """Return the number of the fastest tier that has a saved block. row: of the block."""
+        """Return the number of the fastest tier that has a saved block. row: the block's row in the BlockTable."""
         moved = int(self._blocks.moved[row])
         return (~moved & (moved + 1)).bit_length() - 1
 
     def has(self, tier: int, moved: int) -> bool:
-        """True if a tier has a block with this value of the column `moved`."""
+        """True if a tier has a block. tier: number of the tier. moved: the block's value in `BlockTable.moved`."""
         return not moved >> tier & 1 if tier < len(self) else self.keeps_behind or moved == self.all_moved

@@ -1,7 +1,8 @@
 """Choice of the codec by measurements on KV of the served model.
 
-Blocks are encoded with the finest lossy codec until every rank has measured enough blocks. Measuring continues, and the
-choice may change in both directions.
+Blocks are encoded with the finest lossy codec until every rank has measured enough blocks. Measuring continues, and may
+change the choice to a finer or a coarser codec. A recheck computes a restored prompt again, and gives the divergence of
+the model's next token behind the restored KV. Rechecks can only refuse a codec.
 """
 
 from collections import deque
@@ -14,13 +15,13 @@ from manthan.manager.events import Judged, Unjudged, Verdict
 from manthan.manager.session.blocks import MemoryShape
 from manthan.manager.session.manager import SessionManager
 
-COARSER = 0.8  # share of each noise limit below which a coarser codec must stay to replace the finer codec in use
+COARSER = 0.8  # a coarser codec replaces the codec in use only if its noise is at most this share of each limit
 
-RECHECKS, MOST_DIVERGENCE = 20, 0.25  # last rechecks that decide, and their largest mean divergence in nats
+RECHECKS, MOST_DIVERGENCE = 20, 0.25  # number of last rechecks that count, and limit of their mean divergence in nats
 
 
 class Choice(NamedTuple):
-    """Codec that may be chosen: the sizes of its blocks, and the bytes that they can take in the tiers."""
+    """Codec that may be chosen: the sizes of its blocks, and the bytes that such blocks can take in the tiers."""
 
     shape: MemoryShape
     capacity_nbytes: int
@@ -45,7 +46,7 @@ class Guard:
         self._use(self._finest)
 
     def answered(self, verdicts: Sequence[Verdict]) -> None:
-        """Take ranks' newest measurements. Once all ranks have measured, the worst one decides."""
+        """Take ranks' newest measurements. Once all ranks have measured, use the coarsest codec that suits all."""
         self._verdicts.update((verdict.rank, verdict) for verdict in verdicts)
         found = list(self._verdicts.values())
         if len(found) < self._ranks:
@@ -62,7 +63,7 @@ class Guard:
         self._manager.events(Judged(worst, choice, codec, choice != was))
 
     def offer(self, choice: Choice) -> None:
-        """Add a coarser codec, to be used if faithful. The codec in use stays until all ranks have measured it."""
+        """Add a codec coarser than all. The codec in use stays until all ranks have measured the new codec."""
         self._choices = [choice, *self._choices]
         self._finest, self._used = self._finest + 1, self._used + 1
         self._coarsest += self._coarsest > 0
@@ -70,9 +71,10 @@ class Guard:
         self._verdicts.clear()
 
     def rechecked(self, divergence: float) -> float | None:
-        """Take the divergence of a restore, in nats.
+        """Take the divergence that a recheck has measured, in nats.
 
-        Return the mean of the last ones if the codec in use is refused because of them, else None.
+        If the mean of the last RECHECKS divergences is too large, refuse the codec in use and return the mean. Else
+        return None.
         """
         if self._used > self._finest:
             return None

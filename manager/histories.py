@@ -1,4 +1,4 @@
-"""Histories of sessions for users: the last events of each session, within a bound on all events."""
+"""Histories of sessions for users: the last events of each session, and at most MOST_EVENTS events in all."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ EVENTS_A_SESSION = 64
 MOST_EVENTS = 65_536  # of all sessions; the history to which nothing was added for longest is dropped first
 
 Told: TypeAlias = Turn | Evicted | Restored | Lost | Pinned | Parent
-"""Events of histories. Each is kept as a few dozen bytes, which Python's garbage collector ignores."""
+"""Events that enter histories. Each is kept as a few dozen bytes, which Python's garbage collector ignores."""
 _encode, _decode = msgpack.Encoder().encode, msgpack.Decoder(tuple[float, Told]).decode
 
 
@@ -36,9 +36,9 @@ class EventKind(StrEnum):
 class HistoryEvent:
     """Event of a session, for people.
 
-    at: time on the clock of `Histories`. text: a short sentence. tokens, blocks: number of the session's, or of those
-    evicted, restored or dropped. bytes: bytes of compressed blocks. seconds: duration. saved_tokens: number of tokens
-    found, which were not computed.
+    at: time on the clock of `Histories`. text: a short sentence. tokens, blocks: number of tokens and of blocks: of the
+    session for a turn, else evicted, restored or dropped. bytes: bytes of these blocks, compressed. seconds: duration.
+    saved_tokens: number of tokens that need not be computed, because they were resident or restored.
     """
 
     at: float
@@ -58,7 +58,7 @@ class Histories:
         self._table, self._block_tokens = manager.table, manager.shape.block_tokens
         self._clock = clock
         self._histories: OrderedDict[str, tuple[bytes, ...]] = OrderedDict()
-        """Encoded events by session id, the most recently extended last."""
+        """Encoded events by session id; the most recently extended history is last."""
         self._count = 0
         manager.table.gone.append(lambda session: self._forget(session.session_id))
 
@@ -78,7 +78,7 @@ class Histories:
             self._forget(next(iter(self._histories)))
 
     def _told(self, at: float, event: Told) -> HistoryEvent:
-        """Return an event for people."""
+        """Return an event as people read it. at: time of the event."""
         match event:
             case Turn(_, tokens, blocks, seconds, found):
                 text = f"A request ended after {seconds:.3g} s with {tokens} tokens; "

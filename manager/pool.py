@@ -1,7 +1,8 @@
-"""KV pool of the driver, vLLM's or the simulator's: block ids, the prefix cache, and the free queue.
+"""Interface to the block pool of vLLM or of the simulator: block ids, the prefix cache, and the free queue.
 
-The free queue has, from the head on, empty blocks, saved blocks, and unsaved blocks. The pool takes blocks from the
-head.
+A resident block is in the prefix cache. A saved block has a compressed copy in a tier. An empty block has no hash. The
+free queue has, from the head on, empty blocks, saved blocks, and unsaved blocks. The pool hands out blocks from the
+head, to be overwritten.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,31 +11,34 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 BlockName: TypeAlias = tuple[int, bytes]  # KV cache group and block hash
 Owner: TypeAlias = tuple[str, str]
-"""Tenant and name of the session whose return brought decoded KV back, common to the session's branches."""
+"""Tenant and name of a session, common to all branches of the session; see `Session.owner`.
+
+A block with lossy KV has the owner of the session that the KV was decoded for, and serves only this owner.
+"""
 Asker: TypeAlias = Owner | tuple[str, str, str]
-"""Owner of a request for KV, followed by "high" if KV decoded from coarse blocks is refused."""
+"""Owner of a request's session, followed by "high" if the request refuses KV decoded from coarse blocks."""
 
 
 class Mark(IntEnum):
-    """Origin of a resident block's KV."""
+    """Origin of a resident block's KV. A block that is DERIVED or DECODED is lossy."""
 
-    EXACT = 0  # computed from exact blocks, or restored bit for bit by the exact codec
-    DERIVED = 1  # computed behind a decoded block
-    DECODED = 2  # written by a lossy codec, and never encoded again
+    EXACT = 0  # computed behind exact blocks only, or such KV restored bit for bit
+    DERIVED = 1  # computed behind a lossy block, or such KV restored bit for bit
+    DECODED = 2  # changed by a lossy codec; never encoded again
 
 
-MARKS = tuple(Mark)  # marks by number. A lookup is ten times as fast as a call of `Mark`
+MARKS = tuple(Mark)  # marks by value. MARKS[value] is ten times as fast as Mark(value)
 
 
 class Marks:
     """Mark and owner of each block of a pool, by block id. A new block is EXACT."""
 
     def __init__(self) -> None:
-        self._owners: dict[int, Owner | None] = {}  # of all blocks that are not exact
+        self._owners: dict[int, Owner | None] = {}  # by block id, of all lossy blocks
         self.decoded, self._coarse = set[int](), set[int]()
 
     def __bool__(self) -> bool:
-        """True if any block is not exact."""
+        """True if any block is lossy."""
         return bool(self._owners)
 
     def __getitem__(self, block_id: int) -> Mark:
@@ -43,7 +47,7 @@ class Marks:
         return Mark.DECODED if block_id in self.decoded else Mark.DERIVED
 
     def lossy(self, block_ids: Iterable[int]) -> set[int]:
-        """Return the lossy blocks of `block_ids`."""
+        """Return the ids among `block_ids` of lossy blocks."""
         return self._owners.keys() & block_ids if self._owners else set()
 
     def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None) -> None:
@@ -58,7 +62,7 @@ class Marks:
                 del self._owners[block_id]
 
     def coarsen(self, block_ids: Iterable[int]) -> None:
-        """Note marked blocks as too coarse for requests of high quality."""
+        """Note that marked blocks are too coarse for requests of high quality."""
         self._coarse.update(block_ids)
 
     def clear(self, block_ids: Iterable[int]) -> None:
@@ -67,13 +71,13 @@ class Marks:
             self.set(block_ids, Mark.EXACT, None)
 
     def copy(self, source: int, target: int) -> None:
-        """Give a copy of a block the source's mark and owner."""
+        """Give block `target`, a copy of block `source`, the same mark and owner."""
         self.set((target,), self[source], self._owners.get(source))
         if source in self._coarse:
             self.coarsen((target,))
 
     def serves(self, block_id: int, asker: Asker | None) -> bool:
-        """True if a request of `asker` may be served this block. None stands for a request for exact KV."""
+        """True if a request of `asker` may use this block. None stands for a request that takes exact KV only."""
         if block_id not in self._owners or asker is None:
             return block_id not in self._owners
         return self._owners[block_id] == asker[:2] and (len(asker) == 2 or block_id not in self._coarse)
@@ -90,11 +94,11 @@ class FreeBlock(NamedTuple):
 class Pool(Protocol):
     """KV blocks of all KV cache groups."""
 
-    marks: Marks  # by block id. Cleared when the pool hands a block out
+    marks: Marks  # by block id. A block's mark is cleared when the pool hands the block out
 
     @property
     def size(self) -> int:
-        """Number of blocks for requests."""
+        """Number of all blocks, free or not, that requests can have."""
 
     def __len__(self) -> int:
         """Number of free blocks."""
@@ -106,56 +110,58 @@ class Pool(Protocol):
         """Reference blocks once more. A referenced block is never overwritten."""
 
     def take(self, count: int) -> list[int]:
-        """Return blocks from the head of the free queue, each referenced once. The KV is lost."""
+        """Return `count` blocks from the head of the free queue, each referenced once. Their KV is lost."""
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Drop a reference of each block. Of the blocks now free, the first is overwritten first."""
+        """Drop one reference to each block. Of the blocks that are free then, the first is overwritten first."""
 
     def cache(self, block_id: int, group: int, block_hash: bytes, position: int) -> None:
         """Enter a block into the prefix cache. `position`: index within the block's session and group."""
 
     def loaded(self, block_ids: Sequence[int]) -> None:
-        """Note referenced blocks that are saved, before the prefix cache has them."""
+        """Note that referenced blocks are saved. The prefix cache need not have these blocks yet."""
 
     def keep(self, group: int, block_hashes: Sequence[bytes]) -> None:
-        """Note saved blocks: the pool overwrites them before unsaved blocks, in this order."""
+        """Note that blocks are saved. Of the main group, they are overwritten before unsaved blocks, in this order."""
 
     def lead(self, group: int, block_hashes: Sequence[bytes]) -> None:
-        """Overwrite these saved blocks before all further saved blocks, in this order."""
+        """Have the pool overwrite these saved blocks before all further saved blocks, in the given order."""
 
     def forget(self, group: int, block_hashes: Sequence[bytes]) -> None:
-        """Note blocks that are no longer saved: the pool overwrites them last, the first at the very end."""
+        """Note that blocks are no longer saved. The pool overwrites them last, the first of them at the very end."""
 
     def give_up(self, group: int, block_hashes: Sequence[bytes]) -> None:
-        """Overwrite these blocks next, the last first, as if they were saved. Referenced blocks are left as they are.
+        """Have the pool overwrite these blocks next, the last first, as if saved. Leave referenced blocks alone.
 
-        The blocks stay in the prefix cache until then. A request that uses a block makes it an unsaved one again.
+        Until overwritten, the blocks stay in the prefix cache. A block that a request uses counts as unsaved again.
         """
 
     def release(self, group: int, block_hashes: Sequence[bytes]) -> None:
-        """Take blocks out of the prefix cache. Blocks without a reference are overwritten next, the last first."""
+        """Take blocks out of the prefix cache. The pool overwrites the free ones next, the last first."""
 
     def runway(self, most: int) -> int:
-        """Return the number of free blocks before the first unsaved block, at most `most`."""
+        """Return the number of blocks in the free queue before the first unsaved block, but at most `most`."""
 
     def unsaved(self, most: int) -> Iterator[FreeBlock]:
         """Yield the unsaved blocks among the first `most` of the free queue, from the head on."""
 
     def saved(self, most: int) -> Iterator[tuple[int, FreeBlock]]:
-        """Yield the saved blocks, but those given up, among the first `most` of the free queue, each with its index."""
+        """Yield saved blocks among the first `most` of the free queue, each with its index. Skip blocks given up."""
 
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
-        """Yield saved blocks of computed KV that the pool will not overwrite soon, the one overwritten last first.
+        """Yield saved blocks with KV that was not decoded and will not be overwritten soon.
+
+        Referenced blocks come first, then free blocks, and of these the block that is overwritten last.
 
         Args:
-            spare: number of free saved blocks to leave out: the blocks overwritten first.
+            spare: number of free saved blocks to leave out, from the head of the free queue on.
         """
 
 
 class Runway:
     """Number of blocks in the free queue before the first unsaved block.
 
-    Counting walks the free queue. It is walked again only when requests may have taken too many blocks since.
+    Counting walks the free queue. The queue is walked again only if requests may have taken too many blocks since.
 
     Args:
         ahead: least number of blocks to look at in a walk.
@@ -165,15 +171,15 @@ class Runway:
         self.pool, self.ahead, self._left = pool, ahead, 0
 
     def taken(self, at_most: int) -> None:
-        """Note that at most so many blocks were taken from the head of the queue."""
+        """Note that at most `at_most` blocks were taken from the head of the queue."""
         self._left -= at_most
 
     def forget(self) -> None:
-        """Count anew at the next question, because saved blocks became unsaved."""
+        """Have the next call of `length` count anew, because saved blocks became unsaved."""
         self._left = 0
 
     def length(self, wanted: int) -> int:
-        """Return the number of blocks. A result below `wanted` is exact; others may be too low."""
+        """Return the number of blocks. A result below `wanted` is exact. A larger result may be too low."""
         if self._left < wanted:
             self._left = self.pool.runway(max(wanted, self.ahead))
         return self._left

@@ -1,6 +1,6 @@
-"""Models of the configuration: keys, types, defaults and bounds, and a sentence for each mistake.
+"""Pydantic models of the configuration: keys, types, defaults, bounds, and descriptions for error messages.
 
-A field's description completes the sentence "KEY must be …".
+A field's description completes the error message "KEY must be …".
 """
 
 import json
@@ -14,11 +14,11 @@ from pydantic.fields import FieldInfo
 
 
 class ConfigError(ValueError):
-    """Mistake in a configuration, in a sentence for its author."""
+    """Mistake in a configuration. The message is a sentence for the configuration's author."""
 
 
 def _no_bool(value: object) -> object:
-    if isinstance(value, bool):  # Python takes True for 1, a user who writes `true` does not
+    if isinstance(value, bool):  # pydantic would read `true` as 1, which no user means
         raise ValueError("a truth value is not a number")
     return value
 
@@ -35,13 +35,13 @@ REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 def _redis_url(url: str) -> str:
-    """Refuse a URL that is wrong on its face, or has a password, because logs would show the password."""
+    """Return a well-formed URL without a password, because logs show the URL. Raises ValueError for any other URL."""
     try:
         parts = urlsplit(url)
         is_whole = bool(parts.path if parts.scheme == "unix" else parts.hostname)
         if parts.scheme not in REDIS_SCHEMES or parts.password or "password=" in parts.query or not is_whole:
             raise ValueError
-        parts.port  # noqa: B018 which may be no number
+        parts.port  # noqa: B018 raises ValueError for a port that is no number
         if not all(0 < float(seconds) <= 60 for seconds in parse_qs(parts.query).get("socket_timeout", ())):
             raise ValueError
     except ValueError:
@@ -53,12 +53,12 @@ RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 
 
 def _from_json(value: object) -> object:
-    """Return a mapping. In an environment variable it is JSON."""
+    """Return a mapping. A string comes from an environment variable, and is read as JSON."""
     return json.loads(value) if isinstance(value, str) else value
 
 
 def _names(value: object) -> object:
-    """Return a list of names. In an environment variable they are separated by commas."""
+    """Return a list of names. A string comes from an environment variable, and has names separated by commas."""
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
@@ -69,7 +69,7 @@ SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie", "x-api-key")
 
 
 def _no_secret(header: str) -> str:
-    if header.lower() in SECRET_HEADERS:  # tenants are shown in logs and metrics
+    if header.lower() in SECRET_HEADERS:  # the header's value is a tenant's name, which logs and metrics show
         raise ValueError("a header with a secret")
     return header
 
@@ -80,21 +80,21 @@ REDIS_PASSWORD = "MANTHAN_REDIS_PASSWORD"  # environment variable with the Redis
 
 
 class Flag(NamedTuple):
-    """Option of `vllm serve` for a key. metavar: kind of value, for --help."""
+    """Option of `vllm serve` that sets a configuration key. metavar: the value's name in --help, such as SECONDS."""
 
     name: str
     metavar: str
 
 
 class _Model(BaseModel):
-    """Group of keys. shorthand: key of a bare value, so that `policy: lru` is `policy: {name: lru}`."""
+    """Group of keys. shorthand: key that a bare value sets. `policy: lru` means `policy: {name: lru}`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     shorthand: ClassVar[str | None] = None
 
 
 class PolicyConfig(_Model):
-    """Name of an eviction policy, and the policy's options."""
+    """Name of an eviction policy. All other keys are options of the policy."""
 
     model_config = ConfigDict(extra="allow")
     shorthand = "name"
@@ -107,7 +107,7 @@ class PolicyConfig(_Model):
 
 
 class IdleConfig(_Model):
-    """Conditions on which idle sessions are saved."""
+    """Conditions for saving a session: seconds since the session's last request, and least number of tokens."""
 
     shorthand = "after_s"
 
@@ -130,7 +130,7 @@ class CodecConfig(_Model):
 
 
 class DiskConfig(_Model):
-    """The folder of `tiers.kind` disk, and of disk in front of Redis."""
+    """Folder of a disk tier: with `tiers.kind` disk, or with `tiers.disk_bytes` in front of Redis."""
 
     shorthand = "path"
 
@@ -138,7 +138,7 @@ class DiskConfig(_Model):
 
 
 class RedisConfig(_Model):
-    """Redis (or Valkey) server of `tiers.kind` redis. The URL has no password."""
+    """Redis (or Valkey) server for `tiers.kind` redis. The URL has no password. ttl_s: time to live of blocks."""
 
     shorthand = "url"
 
@@ -158,10 +158,11 @@ class RedisConfig(_Model):
 class TiersConfig(_Model):
     """Tiers of the cold store, with the bytes of each.
 
-    kind host is RAM, pinned with a GPU; device is GPU memory; disk is a folder of a local file system; redis is a Redis
-    server. The kind's tier has all blocks, in max_bytes. Optional further tiers: host_bytes of RAM behind device, for
-    blocks that no longer fit; host_bytes of RAM in front of disk and redis, and disk_bytes of disk in front of redis,
-    with copies of recently stored or read blocks.
+    kind: tier with the budget max_bytes. host is RAM, page-locked if there is a GPU; device is GPU memory; disk is a
+    folder of a local file system; redis is a Redis server. host_bytes: RAM in a second tier. Behind device, this RAM
+    has the blocks that no longer fit into GPU memory. In front of disk or redis, it has copies of recently stored or
+    read blocks. disk_bytes: disk in front of redis, for further copies. pinned_share: share of the budget for sessions
+    that clients pin. drain_s: seconds after SIGTERM to save idle sessions.
     """
 
     shorthand = "kind"
@@ -181,13 +182,13 @@ class TiersConfig(_Model):
 
     @property
     def places(self) -> Sequence[str]:
-        """Names of the tiers that blocks are read from, the fastest first. The last one has all blocks."""
+        """Names of the tier of `kind` and of the tiers in front, the fastest first. RAM behind device is left out."""
         front = {"host": self.front_bytes, "disk": self.front_disk_bytes}
         return (*(tier for tier, nbytes in front.items() if nbytes), self.kind)
 
     @cached_property
     def tier_names(self) -> Sequence[str]:
-        """Names of all tiers, the fastest first, with RAM behind GPU memory."""
+        """Names of all tiers, the fastest first. RAM behind device is included."""
         return ("device", "host") if self.kind == "device" and self.host_bytes else self.places
 
     @property
@@ -207,12 +208,12 @@ class TiersConfig(_Model):
 
     @property
     def front_bytes(self) -> int:
-        """Bytes of RAM in front of a disk or Redis."""
+        """Bytes of RAM in front of a disk or Redis; 0 for none."""
         return self.host_bytes if self.is_lasting else 0
 
     @property
     def front_disk_bytes(self) -> int:
-        """Bytes of disk in front of Redis."""
+        """Bytes of disk in front of Redis; 0 for none."""
         return self.disk_bytes if self.is_shared else 0
 
     @model_validator(mode="after")
@@ -234,7 +235,7 @@ class TiersConfig(_Model):
 
 
 class ApiConfig(_Model):
-    """The HTTP API below /manthan."""
+    """HTTP API with paths below /manthan. hosts: host names that a server without an API key accepts."""
 
     shorthand = "enabled"
 
@@ -245,7 +246,7 @@ class ApiConfig(_Model):
 
 
 class TenantsConfig(_Model):
-    """Tenants: their shares of the cold store, the header that names a request's tenant, and if they share blocks."""
+    """Tenants: shares of the cold store, and HTTP header with a request's tenant. isolate: True to share no blocks."""
 
     shares: Shares = Field(
         default={},
@@ -258,7 +259,7 @@ class TenantsConfig(_Model):
 
 
 class SealingConfig(_Model):
-    """Keys that seal compressed blocks and the journal on a disk, and blocks in Redis."""
+    """File of keys that seal (encrypt) blocks in Redis or on a disk, and the journal of sessions on a disk."""
 
     shorthand = "key_file"
 
@@ -266,7 +267,11 @@ class SealingConfig(_Model):
 
 
 class ManthanConfig(_Model):
-    """Whole configuration; `model_dump(mode="json")` returns valid input of `model_validate`."""
+    """Whole configuration. `model_dump(mode="json")` returns valid input of `model_validate`.
+
+    ordering: order of waiting requests. admission_s: most seconds by which a request with much to compute stands back.
+    memory_bytes: memory of vLLM and Manthan together, if CPU and GPU share one memory.
+    """
 
     policy: PolicyConfig = PolicyConfig()
     idle: IdleConfig = IdleConfig()
@@ -294,7 +299,7 @@ class ManthanConfig(_Model):
 GROUPS: dict[str, type[_Model]] = {}
 """Models of groups of keys, by dotted name, such as `tiers` and `tiers.disk`."""
 FIELDS: dict[str, FieldInfo] = {}
-"""Fields with a value, by dotted name: `idle.after_s`, `tiers.max_bytes`."""
+"""Fields that are no groups, by dotted name, such as `idle.after_s` and `tiers.max_bytes`."""
 
 
 def _enter(model: type[_Model], prefix: str = "") -> None:
@@ -320,4 +325,4 @@ FLAGS = {
     "api.enabled": Flag("--manthan-api", "on|off"),
     "sealing.key_file": Flag("--manthan-encryption-key-file", "FILE"),
 }
-"""Options of `vllm serve`, by key."""
+"""Options of `vllm serve`, by the dotted name of the field that each sets."""

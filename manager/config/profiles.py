@@ -1,4 +1,8 @@
-"""Choice of a model's codec and profile by the configuration, and paths of profiles, which depend on the weights."""
+"""Choice of a model's codec and profile by the configuration, and paths of profiles.
+
+A profile is a file with a model's transforms and tables, which calibrated codecs such as `klt-8x` need. Its path
+depends on the model's weights.
+"""
 
 import hashlib
 import json
@@ -35,15 +39,17 @@ class ChosenCodec:
 def choose_codec(
     config: CodecConfig, model: str, ranks: int = 1, has_latents: bool = False, revision: str | None = None
 ) -> ChosenCodec:
-    """Return the codec of a model. If no profile is configured, `manthan calibrate`'s folder is searched for one.
+    """Return the codec of a model. If no profile is configured, search the folder of `manthan calibrate` for one.
 
     Args:
+        model, revision: Folder of the model, or its name and revision on the Hugging Face hub.
         ranks: Number of tensor-parallel ranks.
         has_latents: True if the model caches latents (MLA), which are the same on all ranks. AUTO is then PLAIN unless
             a profile is configured, because no calibrated codec was tried on a trained model with latents.
 
     Raises:
-        ConfigError: The profile is missing, cannot be read, is for another number of ranks, or lacks the codec.
+        ConfigError: A needed profile is missing, cannot be read, or is for another number of ranks. Or a profile is
+            configured, and the codec needs none.
     """
     is_auto = config.name == AUTO
     name = CALIBRATED if is_auto else config.name
@@ -80,8 +86,10 @@ def check_profile(chosen: ChosenCodec, model: str, layers: int, heads: int, head
     """Raise ConfigError if the profile was made for another shape of KV.
 
     Args:
-        heads: number of KV heads of all ranks, or of pieces of a latent.
-        latent: number of numbers in a latent; 0 for keys and values.
+        layers: Number of layers.
+        heads: Number of KV heads on all ranks together; of a latent, the number of pieces that codecs cut it into.
+        head_dim: Count of numbers in a head, or in a piece of a latent.
+        latent: Count of numbers in a token's latent (MLA); 0 for a model that caches keys and values.
     """
     if chosen.profile is None:
         return
@@ -113,7 +121,7 @@ def profiles_folder() -> Path:
 
 
 def profile_path(model: str, ranks: int = 1, revision: str | None = None) -> Path:
-    """Return the path of a model's profile for `ranks` tensor-parallel ranks. model: a folder, or a name of the hub."""
+    """Return the path of a model's profile for `ranks` tensor-parallel ranks. Arguments: see `choose_codec`."""
     slug = re.sub(r"[^A-Za-z0-9]+", "-", Path(model).name if Path(model).exists() else model).strip("-").lower()
     split = f"-tp{ranks}" if ranks > 1 else ""
     return profiles_folder() / f"{slug}-{_identity(model, revision)[:16]}{split}.safetensors"
@@ -126,7 +134,7 @@ def has_weights(model: str, revision: str | None = None) -> bool:
 
 
 def _identity(model: str, revision: str | None) -> str:
-    """Digest of the model's configuration and of all bytes of its weights; of its name if there is no folder."""
+    """Digest of the model's config.json and all weights' bytes; of its name and revision if no folder has the model."""
     folder = model_folder(model, revision)
     if folder is None:
         return hashlib.sha256(f"{model} {revision}".encode()).hexdigest()
@@ -142,7 +150,7 @@ def _weights(folder: Path) -> list[Path]:
 
 @lru_cache
 def _content(path: Path, changed: int) -> str:
-    """Digest of a file last changed at time `changed`."""
+    """Digest of a file. changed: time of the file's last change, in ns, so that no outdated digest is returned."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while part := file.read(2**24):
@@ -151,7 +159,7 @@ def _content(path: Path, changed: int) -> str:
 
 
 def model_folder(model: str, revision: str | None) -> Path | None:
-    """Return the folder of a model's files: its path, or in the hub's cache; None if it is in neither."""
+    """Return the folder of a model's files: `model`, or a folder in the hub's cache; None without either."""
     if Path(model).is_dir():
         return Path(model)
     try:

@@ -43,7 +43,7 @@ def choose_policy(config: PolicyConfig, sources: Mapping[str, str] | None = None
     """Return a configuration's policy and options. Raises UnknownPolicyError, ConfigError.
 
     Args:
-        sources: Sources of values, from `resolve_config`, for the sentence of the ConfigError.
+        sources: Source of each key's value, as in `Resolved`, which the message of a ConfigError names.
     """
     sources = sources or {}
     try:
@@ -64,7 +64,7 @@ def _sentence(
         source, hint = _source(sources, f"policy.{unknown[0]}"), nearest(unknown[0], fields)
         return f"{source}policy.{unknown[0]} is no option of policy {config.name}{hint}"
     first = first_mistake(error)
-    if not first.key:  # from a validator of several keys
+    if not first.key:  # from a validator that compares several options
         written = ", ".join(dict.fromkeys(s for key, s in sources.items() if key.startswith("policy.")))
         return f"{f'{written}: ' if written else ''}policy {config.name}: {first.said}"
     option = first.field

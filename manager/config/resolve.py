@@ -1,8 +1,8 @@
-"""Configuration from flags, which override environment variables, which override a YAML file, and defaults.
+"""Configuration from flags, environment variables, a YAML file and defaults. Each overrides all that follow.
 
     config, sources = resolve_config("configs/default.yaml", flags={"--manthan-idle-after": 60})
 
-A mistake raises ConfigError. Its message is one sentence with source, key and value, and says what would be right.
+A mistake raises ConfigError. The message is a sentence with source, key and value, and says what would be right.
 """
 
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.manthan")
 FLAG_KEYS = {flag.name: key for key, flag in FLAGS.items()}
 ENV_PREFIX = "MANTHAN_"
 KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")
-"""Variables put into every pod of a namespace by a Service named `manthan` or `manthan-redis`."""
+"""Variables that Kubernetes sets in every pod of a namespace with a Service named `manthan` or `manthan-NAME`."""
 DEFAULT, ARGUMENT = "default", "argument"
 RENAMED = {
     "idle_after_s": "idle.after_s",
@@ -41,14 +41,14 @@ RENAMED = {
     "quotas.tenants": "tenants.shares",
     "quotas.pinned_share": "tiers.pinned_share",
 }
-"""Names of keys and groups by old names, which count with a warning until the release after 0.2."""
+"""New names of keys and groups, by old name. Old names work, with a warning, until the release after 0.2."""
 LONG_UNSAVED_S = 30  # most seconds of idle.after_s without a warning at start-up
 
 
 class Resolved(NamedTuple):
     """Configuration. sources: by dotted key, the name of the flag, variable or file with the value, or `default`.
 
-    A value in `flags` that is no flag has the source `argument`.
+    The source is `argument` for a value that `resolve_config` got in `flags` by its dotted key.
     """
 
     config: ManthanConfig
@@ -56,7 +56,7 @@ class Resolved(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """Value, and its source; see `Resolved`. old: old name by which the source sets the value."""
+    """Value of a key, and its source; see `Resolved`. old: the key's old name if the source has it, else empty."""
 
     value: object
     source: str
@@ -66,14 +66,15 @@ class _Given(NamedTuple):
 def resolve_config(
     path: str | Path | None = None, *, env: Mapping[str, str] | None = None, flags: Mapping[str, object] | None = None
 ) -> Resolved:
-    """Return the configuration and the source of every value. Unknown variables are logged.
+    """Return the configuration and the source of every value. Log unknown variables that begin with MANTHAN_.
 
     Args:
         path: YAML file.
-        env: Variables; os.environ unless given. `MANTHAN_TIERS__MAX_BYTES` is `tiers.max_bytes`.
+        env: Environment variables; None for os.environ. `MANTHAN_TIERS__MAX_BYTES` sets `tiers.max_bytes`.
         flags: Values by flag of `vllm serve`, or by dotted key. A value of None counts as not given.
 
-    Raises: ConfigError for an unreadable file, an unknown key in the file, or a wrong value.
+    Raises: ConfigError for an unreadable file, a wrong value, an unknown key in the file or in `flags`, or a key that
+        one source sets both by the old and the new name.
     """
     given = dict[str, _Given]()
     file = [] if path is None else [(str(key), value, str(path)) for key, value in _read_yaml(path).items()]
@@ -128,7 +129,7 @@ def _read_yaml(path: str | Path) -> dict[object, object]:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a wrong date, or too many brackets
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a wrong date, or many brackets
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", "")
         why = f": {problem} in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{path}: is not valid YAML{why}") from None
@@ -145,7 +146,7 @@ def _warn_once(sentence: str) -> None:
 
 
 def _leaves(key: str, value: object, source: str) -> Iterator[tuple[str, _Given]]:
-    """Yield key and value of each of FIELDS that `key: value` sets, with shorthands and old names replaced."""
+    """Yield dotted key and value of each field that `key: value` sets. Shorthands and old names are replaced."""
     new = _renamed(key)
     group = GROUPS.get(new)
     if group and isinstance(value, Mapping):
@@ -168,7 +169,7 @@ def _leaves(key: str, value: object, source: str) -> Iterator[tuple[str, _Given]
 
 
 def _renamed(key: str) -> str:
-    """Return the new name of a key or group with an old name."""
+    """Return the new name of a key or group; `key` itself if that is no old name."""
     old = max((old for old in RENAMED if f"{key}.".startswith(f"{old}.")), key=len, default="")
     return RENAMED[old] + key[len(old) :] if old else key
 
@@ -192,7 +193,7 @@ def _nested(given: Mapping[str, _Given]) -> dict[str, Any]:
 def _sentence(error: ValidationError, given: Mapping[str, _Given]) -> str:
     """Return the message for pydantic's first error."""
     key, _, _, said = first_mistake(error)
-    if not key or key in GROUPS:  # from a validator of several keys, which names them
+    if not key or key in GROUPS:  # from a validator of several keys, whose message names the keys
         return f"{', '.join(dict.fromkeys(given[name].source for name in given if name in said))}: {said}"
     while key not in given:  # the mistake is inside a value that is a mapping
         key = key.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Sentences about mistakes of users. Each says what would be right."""
+"""Sentences about users' mistakes, for error messages. Each says what would be right."""
 
 import difflib
 import re
@@ -14,8 +14,8 @@ class Mistake(NamedTuple):
     Args:
         key: Dotted key; empty if the error is from a validator that compares several keys.
         value: Value given for the key.
-        kind: pydantic's name of the error, such as missing.
-        said: Sentence of the validator.
+        kind: pydantic's type of the error, such as "missing".
+        said: Message of pydantic, or of a validator of Manthan.
     """
 
     key: str
@@ -25,6 +25,7 @@ class Mistake(NamedTuple):
 
     @property
     def field(self) -> str:
+        """First part of the key; of a flat model, the field's name."""
         return self.key.partition(".")[0]
 
 
@@ -48,7 +49,7 @@ def must_be(key: str, right: str | None, value: object, show: Callable[[object],
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return ` (did you mean 'x'?)`, or a list of all valid names if none is near."""
+    """Return ` (did you mean 'x'?)` with the valid name nearest to `name`; if none is near, all valid names."""
     valid = sorted(valid)
     if not valid:
         return " (there are none)"

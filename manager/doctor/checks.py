@@ -19,13 +19,13 @@ from manthan.manager.tiers.redis_client import check, connect, pipelined
 MOUNTS = Path("/proc/self/mounts")
 IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
 REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "glusterfs", "lustre", "beegfs", "gpfs", "afs", "fuse.")
-"""Names of file systems whose files are on other machines begin so."""
+"""Prefixes of the names of file systems whose files are on other machines."""
 REDIS_COMMANDS = "DEL, HSET f 1, HGET f, PEXPIREAT 1, SET 1 PX 1000, GET, STRLEN, EXISTS, UNLINK"
-"""Commands that engines send to Redis, to try once each. The key is to be added behind each first word."""
+"""Commands that engines send to Redis. `check_redis` tries each, with a key inserted behind the command's name."""
 
 
 class Grade(StrEnum):
-    """Outcome of a check. SKIPPED: nothing to check. WARNING: works, but badly. WRONG: does not work."""
+    """Outcome of a check. SKIPPED: there is nothing to check. WARNING: Manthan works, but badly. WRONG: it fails."""
 
     OK = auto()
     SKIPPED = auto()
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def check_memlock(store: TiersConfig, has_gpu: bool) -> Finding:
-    """Check that the limit for locked memory (memlock) allows the RAM that is pinned for a GPU."""
+    """Check that the limit for locked memory (memlock) allows the RAM that Manthan pins (page-locks) for a GPU."""
     name = "memlock"
     wanted = store.max_bytes if store.kind == "host" else store.front_bytes or store.host_bytes
     if not has_gpu or not wanted:
@@ -90,7 +90,7 @@ def check_disk(config: ManthanConfig) -> Finding:
 
 
 def file_system(path: Path) -> str:
-    """Return the name of the folder's file system, such as ext4; empty if unknown to the kernel."""
+    """Return the type of the file system that has a folder, such as ext4; empty if no mount point has the folder."""
     real, best, kind = path.resolve(), -1, ""
     for line in MOUNTS.read_text(errors="replace").splitlines():
         _, at, name, *_ = line.split(" ")

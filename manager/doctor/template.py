@@ -1,7 +1,7 @@
 """Check of a chat template: the next turn's prompt must repeat the previous turn's tokens.
 
-A session has the KV of a prompt's tokens and of the model's answer. The next prompt is rendered anew from messages. Its
-tokens find KV up to the first that differs. All later tokens are computed.
+A turn is a prompt with the model's answer, and a session has the KV of the turn's tokens. The next prompt is rendered
+anew from messages. Its tokens find KV up to the first different token. All later tokens are computed again.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ NEXT = "And which one is that of Italy?"
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message in which templates look for the model's thinking."""
 A_DAY = 27 * 60  # minutes until the next turn, on another day and at another hour
-BEGINNING = datetime(2026, 1, 5, 9, 30)  # begin of a conversation, for templates with a date
-AROUND = 8  # number of tokens shown around the first difference
+BEGINNING = datetime(2026, 1, 5, 9, 30)  # time of the first turn, for templates that show a date
+AROUND = 8  # number of tokens shown before the first difference, and from there on
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Renderer:
 
         Args:
             asks: True to add the generation prompt.
-            minutes: Time since BEGINNING.
+            minutes: Minutes from BEGINNING to the time that the template shows.
         """
         from jinja2 import TemplateError
 
@@ -69,11 +69,12 @@ class Parting(NamedTuple):
     """First difference between a turn and the next prompt.
 
     Args:
-        of: Name of the kind of answer.
-        kept: Number of the turn's `tokens` at the begin of the next prompt.
-        before: Text before the difference.
-        was: Text of the turn from there on.
-        comes: Text of the next prompt from there on.
+        of: Kind of answer, such as "thinking".
+        kept: Number of the turn's first tokens that the next prompt repeats.
+        tokens: Number of all tokens of the turn.
+        before: Text of the last tokens before the difference.
+        was: Text of the turn's next tokens.
+        comes: Text of the next prompt's tokens instead of `was`.
     """
 
     of: str
@@ -85,27 +86,30 @@ class Parting(NamedTuple):
 
     @property
     def rewrites(self) -> bool:
-        """True if the prompt does not repeat the turn. The last token does not count: it may merge with later text."""
+        """True if the next prompt differs before the turn's last token. The last token may merge with later text."""
         return self.kept < self.tokens - 1
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of common first tokens."""
+    """Return the number of equal tokens before the first difference."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 
 
 def said(renderer: Renderer, messages: Sequence[Message], answer: Message, thought: str = "") -> list[int]:
-    """Return the tokens with KV after this answer of the model.
+    """Return the tokens that have KV once the model has answered: of the prompt, and of what the model generated.
 
     Args:
-        thought: The answer's thinking, between the usual tags if the template does not show thinking.
+        messages: Messages of the prompt.
+        answer: Message with the model's answer.
+        thought: Thinking that the model generates before the answer; put between <think> tags if the template does not
+            show it. Empty for none.
     """
     prompt = renderer.render(messages, asks=True)
     asked, shown = renderer.decode(prompt), renderer.decode(renderer.render([*messages, answer], asks=False))
     final = answer["content"].rpartition("</think>")[2].lstrip()
     if shown.startswith(asked) and thought in shown[len(asked) :]:
-        text = shown[len(asked) : shown.rfind(final) + len(final)]  # as the template writes
+        text = shown[len(asked) : shown.rfind(final) + len(final)]  # as the template writes the answer
     else:
         opened = "" if asked.rstrip().endswith("<think>") else "<think>\n"
         text = f"{opened}{thought}\n</think>\n\n{final}" if thought else final
@@ -113,10 +117,11 @@ def said(renderer: Renderer, messages: Sequence[Message], answer: Message, thoug
 
 
 def partings(renderer: Renderer) -> list[Parting]:
-    """Return the first differences between a turn and the next prompt, for each kind of answer.
+    """Return the first difference between a turn and the next prompt for each kind of answer.
 
-    There are plain answers, also with the next turn on another day, and answers with thinking. The client sends
-    thinking back in a separate field, if the template knows the field, or between tags within the answer.
+    Kinds are a plain answer, a plain answer with the next turn on another day, and an answer with thinking. The client
+    sends thinking back in a separate field if the template shows the field. It also sends thinking between tags within
+    the answer, unless the template has a separate channel for thinking.
     """
     asked, then = [{"role": "user", "content": QUESTION}], {"role": "user", "content": NEXT}
     plain = {"role": "assistant", "content": ANSWER}
@@ -139,7 +144,7 @@ def partings(renderer: Renderer) -> list[Parting]:
 
 
 def check_template(renderer: Renderer) -> Finding:
-    """Render two turns, and find the first difference."""
+    """Check that the next prompt repeats the turn before it, for each kind of answer."""
     found = partings(renderer)
     worst = min(found, key=lambda one: one.kept / one.tokens if one.rewrites else 1.0)
     if not worst.rewrites:
@@ -156,7 +161,11 @@ def check_template(renderer: Renderer) -> Finding:
 
 
 def load_renderer(model: str, template: str = "") -> Renderer:
-    """Load a model's tokenizer, with the chat template of a Jinja file or else the model's. Raises ConfigError."""
+    """Load a model's tokenizer and chat template. Raises ConfigError.
+
+    Args:
+        template: Path of a Jinja file with a chat template; empty for the model's template.
+    """
     from transformers import AutoTokenizer
 
     try:

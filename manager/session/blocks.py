@@ -1,7 +1,8 @@
 """Table of the blocks of sessions, requests and resume points, and of the blocks' bytes in the tiers' budget.
 
-A block is a row number. The facts are columns of arrays: about 120 bytes a block, without a Python object. All bytes
-are of all ranks together. Only this module changes the columns.
+A resume point is a length of a session at which every KV cache group has the blocks needed to continue. Each block has
+a row, a number. Facts about blocks are in columns, arrays indexed by row: about 120 bytes a block, without a Python
+object. All bytes are of all ranks together. Only this module changes the columns.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,9 +23,9 @@ NO_ROWS: Rows = np.zeros(0, np.int32)
 NO_GROUP = -1  # group of sessions' blocks if only resume points are stored; see `MemoryShape.stores_main`
 NOBODY = "\0"  # tenant of blocks stored by another engine: counts towards no share, and is no tenant's name
 
-SAVED, STORING = 1, 2
-MOST_INNER = 4  # most refinements of a block
-HIGH, LOSSLESS = 2, 4  # least level for requests with `quality: high`, and level that keeps every bit
+SAVED, STORING = 1, 2  # bits of the column `status`; STORING while a store of the block is under way
+MOST_INNER = 4  # most refinements of a compressed block: parts behind the base that make decoded KV finer
+HIGH, LOSSLESS = 2, 4  # least level for requests with `quality: high`, and level that keeps every bit; see `Level`
 _EMPTY, _GONE = -1, -2  # slots of the hash index: never used, and freed
 _FIRST_ROWS = 256
 _WAYS = 16  # slots of a bucket of the hash index, looked at together
@@ -33,14 +34,14 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd constant that spreads numbers ove
 
 
 class Level(NamedTuple):
-    """Divergence of KV decoded at a level of a block with refinements, in nats, and the level's compression ratio."""
+    """Facts about blocks with a number of refinements. This number is their level; level 0 is the base alone."""
 
-    divergence: float
-    ratio: float
+    divergence: float  # of the model's predictions, in nats, caused by the decoded KV
+    ratio: float  # bytes of a block in the pool, divided by those of the compressed block
 
 
 LEVELS = Level(0.032, 20), Level(0.0075, 12), Level(0.00096, 8), Level(0.00012, 5), Level(0.0, 1.6)
-"""Levels of an unmeasured model, the base first."""
+"""Levels 0, 1 and so on of a model without measurements of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,14 @@ class GroupShape:
 
     tokens: int
     pool_nbytes: int
-    bounds: Mapping[int, int]  # most bytes of a compressed block, by its number of exact first tokens; always has 0
-    typical: int = 0  # bytes to expect without exact tokens; 0 for the bound
+    bounds: Mapping[int, int]  # most bytes of a compressed block, by its number of exact first tokens; 0 is a key
+    typical: int = 0  # expected bytes of a compressed block without exact tokens; 0 to expect `bounds[0]`
     codec: str = ""  # name of the codec; empty for the configured codec
     is_lossless: bool = False  # true if the codec keeps every bit
     levels: int = 1  # number of levels of a new block: 1, and 1 for each refinement
     level: int = 0
-    """Level of a block whose refinements are unknown. Without refinements, that of LEVELS with a similar divergence."""
+    """Level of a block if its refinements are unknown. For a codec without refinements, the level of LEVELS whose
+    divergence is similar."""
 
     @property
     def cold_nbytes(self) -> int:
@@ -70,11 +72,11 @@ class MemoryShape:
     groups: Mapping[int, GroupShape]
     main: int = 0  # group whose block hashes make up sessions
     stores_main: bool = True
-    """False if no layer looks back over a whole session. Then only blocks of resume points are stored."""
+    """False if no layer attends to all of a session. Then only blocks of resume points are stored."""
 
     @cached_property
     def session_group(self) -> int:
-        """Group of the rows in sessions."""
+        """Value of the column `group` for the blocks of sessions."""
         return self.main if self.stores_main else NO_GROUP
 
     @cached_property
@@ -84,17 +86,17 @@ class MemoryShape:
 
     @cached_property
     def block_tokens(self) -> int:
-        """Tokens of a session's block."""
+        """Number of tokens in a session's block."""
         return self.groups[self.main].tokens
 
     @cached_property
     def cold_nbytes(self) -> int:
-        """Approximate bytes of a session's compressed block."""
+        """Approximate bytes of a session's compressed block; 0 if not stored."""
         return self.groups[self.main].cold_nbytes if self.stores_main else 0
 
     @cached_property
     def pool_nbytes(self) -> int:
-        """Bytes of a session's block in the pool."""
+        """Bytes of a session's block in the pool; 0 if not stored."""
         return self.groups[self.main].pool_nbytes if self.stores_main else 0
 
     @cached_property
@@ -105,7 +107,7 @@ class MemoryShape:
 
     @cached_property
     def sizes(self) -> set[int]:
-        """Possible bytes of compressed blocks, of all groups."""
+        """Sizes of compressed blocks to plan with: all groups' bounds, and the main group's approximate size."""
         bounds = {nbytes for group in self.groups.values() for nbytes in group.bounds.values()}
         return {self.groups[self.main].cold_nbytes, *bounds}
 
@@ -118,30 +120,30 @@ class FrontTier(NamedTuple):
 
 
 class BlockTable:
-    """All blocks used, held, pinned, saved or being stored.
+    """Rows of all blocks that are used, held, pinned, saved or being stored. Other blocks have no row.
 
-    A row without any of these is freed. All may read the columns.
+    Other modules may read the columns.
     """
 
     def __init__(self) -> None:
         self._hashes = np.zeros((_FIRST_ROWS, 0), np.uint64)
         self.group = np.zeros(_FIRST_ROWS, np.int8)  # KV cache group
-        self.depth = np.zeros(_FIRST_ROWS, np.int32)  # position among the blocks of the session and group
+        self.depth = np.zeros(_FIRST_ROWS, np.int32)  # position in a session, among the blocks of the same group
         self.users = np.zeros(_FIRST_ROWS, np.int32)  # number of sessions, or resume points, that have the block
-        self.holds = np.zeros(_FIRST_ROWS, np.int32)  # number of running requests that have the block in their prompt
-        self.pins = np.zeros(_FIRST_ROWS, np.int16)  # number of loads reading the block now; it is never dropped then
-        self.status = np.zeros(_FIRST_ROWS, np.uint8)  # SAVED if every rank has the block in a tier, STORING in a store
-        self.nbytes = np.zeros(_FIRST_ROWS, np.uint32)  # of the compressed block
+        self.holds = np.zeros(_FIRST_ROWS, np.int32)  # number of requests with the block in the prompt, and brief holds
+        self.pins = np.zeros(_FIRST_ROWS, np.int16)  # number of loads that read the block; if any, it is not dropped
+        self.status = np.zeros(_FIRST_ROWS, np.uint8)  # bits: SAVED if every rank's block is in a tier, STORING
+        self.nbytes = np.zeros(_FIRST_ROWS, np.uint32)  # of the compressed block; 0 if not saved
         self.reserved = np.zeros(_FIRST_ROWS, np.uint32)  # most bytes that the store under way may take
         self.exact = np.zeros(_FIRST_ROWS, np.uint16)  # number of exact tokens of the compressed block
-        self.mark = np.zeros(_FIRST_ROWS, np.uint8)  # of the encoded KV
+        self.mark = np.zeros(_FIRST_ROWS, np.uint8)  # `Mark` of the KV that was encoded
         self.level = np.zeros(_FIRST_ROWS, np.uint8)  # number of refinements; without any, see `GroupShape.level`
         self.inner = np.zeros((_FIRST_ROWS, MOST_INNER), np.uint32)
-        """Bytes of the first part, of the first two parts, and so on, without the total; then zeros."""
-        self.moved = np.zeros(_FIRST_ROWS, np.uint8)  # bit n: has left front tier n, by estimate; the fastest is 0
-        self.tenant = np.zeros(_FIRST_ROWS, np.int32)  # whose share counts the block; see `tenant_number`
-        self.origin = np.zeros(_FIRST_ROWS, np.int32)  # number of a session with the block; 0 if unknown
-        self._slot = np.zeros(_FIRST_ROWS, np.int32)  # in the index
+        """Bytes of the base, of base and first refinement, and so on, without those of the whole block; then zeros."""
+        self.moved = np.zeros(_FIRST_ROWS, np.uint8)  # bit n: has left front tier n, by estimate; see `FrontTiers`
+        self.tenant = np.zeros(_FIRST_ROWS, np.int32)  # number of the tenant whose share counts the block
+        self.origin = np.zeros(_FIRST_ROWS, np.int32)  # `Session.number` of a session with the block; 0 if unknown
+        self._slot = np.zeros(_FIRST_ROWS, np.int32)  # slot of the hash index that has the row
         self._columns = list(vars(self))
         self._free = np.arange(_FIRST_ROWS, dtype=np.int32)[::-1].copy()
         self._free_count = _FIRST_ROWS
@@ -154,7 +156,7 @@ class BlockTable:
         self.saved_blocks: dict[int, int] = {}  # number of saved blocks by group
         self.storing = 0  # number of blocks of stores under way
         self.exact_blocks = 0  # number of saved blocks with exact tokens
-        self._refined = np.zeros(MOST_INNER + 1, np.int64)  # number of saved blocks, by their number of refinements
+        self._refined = np.zeros(MOST_INNER + 1, np.int64)  # number of saved blocks, by refinements to cut
         self.moved_nbytes = [0] * 8  # for each front tier, bytes of saved blocks that have left it, by estimate
 
     def __len__(self) -> int:
@@ -185,9 +187,9 @@ class BlockTable:
 
         Args:
             groups: group of each block, or of all.
-            block_hashes: none twice in a group.
+            block_hashes: hash of each block, none twice in a group.
             depths: depth of each block, or of the first if the blocks are consecutive.
-            likely: rows of the groups that the first blocks probably have. They need no search then.
+            likely: rows that the first blocks probably have, in the same groups. If true, no search is needed.
 
         Raises:
             ValueError: Block hashes have different lengths.
@@ -242,7 +244,7 @@ class BlockTable:
         found, ends = np.full(len(words), -1, np.int32), self._buckets(groups, words)
         left, last = np.arange(len(words)), len(self._index) - 1
         while len(left):
-            rows = self._index.take(ends[left], axis=0)  # of several columns, several times as fast as `[]`
+            rows = self._index.take(ends[left], axis=0)  # several times as fast as `[]`
             at, way = np.nonzero(self._hashes[rows, 0] == words[left, :1])
             if len(at):
                 near, at = rows[at, way], left[at]
@@ -267,7 +269,7 @@ class BlockTable:
             slots = buckets * _WAYS + (self._index.take(buckets, axis=0) < 0).argmax(axis=1)
             before = index[slots]
             index[slots] = np.where(before < 0, rows, before)  # a full bucket stays as it is
-            placed = index[slots] == rows  # of two rows for one slot, one wins
+            placed = index[slots] == rows  # if two rows want one slot, one gets it
             self._index_used += int((before[placed] == _EMPTY).sum())
             self._slot[rows[placed]] = slots[placed]
             rows, buckets = rows[~placed], (buckets + (before >= 0))[~placed] & last
@@ -278,7 +280,7 @@ class BlockTable:
         while 3 * (len(rows) + more) > size:
             size *= 2
         self._index, self._index_used = np.full((size // _WAYS, _WAYS), _EMPTY, np.int32), 0
-        for at in range(0, len(rows), _AT_ONCE):  # hashes of all rows at once take more memory than the table
+        for at in range(0, len(rows), _AT_ONCE):  # arrays for all rows at once would take much memory
             some = rows[at : at + _AT_ONCE]
             self._place(some, self._buckets(self.group[some], self._hashes.take(some, axis=0)))
 
@@ -298,18 +300,18 @@ class BlockTable:
     # -- users of a block ----------------------------------------------------------------------------
 
     def refer(self, column: NDArray[Any], rows: Rows, by: int) -> None:
-        """Add `by` to the column `users`, `holds` or `pins` of rows, none twice; free unneeded rows."""
+        """Add `by` to `column` (users, holds or pins) in rows, none twice. Free rows that are then unneeded."""
         column[rows] += by
         if by < 0:
             self.free_unneeded(rows)
 
     def change_origin(self, rows: Rows, old: int, new: int) -> None:
-        """Set `origin` to the number `new` in rows where it is `old`."""
+        """Set the column `origin` to `new` in rows where it is `old`. Both are numbers of sessions, or 0."""
         self.origin[rows[self.origin[rows] == old]] = new
 
     def free_unneeded(self, rows: Rows) -> None:
         """Free the rows among `rows` that nothing uses, holds, pins, saves or stores."""
-        gone = rows[self.users[rows] == 0]  # of most calls, none is left here
+        gone = rows[self.users[rows] == 0]  # in most calls, no row is left here
         if not len(gone):
             return
         gone = gone[(self.holds[gone] == 0) & (self.pins[gone] == 0) & (self.status[gone] == 0)]
@@ -330,7 +332,7 @@ class BlockTable:
         return saved
 
     def saved_prefix(self, rows: Rows) -> int:
-        """Return how many of the rows, from the first on, are saved."""
+        """Return the number of rows before the first that is not saved."""
         return first_false(self.is_saved(rows))
 
     def are_saved(self, names: Sequence[BlockName]) -> Mask:
@@ -344,7 +346,7 @@ class BlockTable:
         return droppable
 
     def reserve(self, rows: Rows, bounds: ArrayLike, tenant: str) -> None:
-        """Note the begin of a store of rows. bounds: most bytes of each. A row saved already will be replaced."""
+        """Note the begin of a store of rows. bounds: most bytes of each. A block saved before will be replaced."""
         new = rows[(self.status[rows] & SAVED) == 0]
         self.tenant[new] = self.tenant_number(tenant)
         self.status[rows] |= STORING
@@ -354,12 +356,12 @@ class BlockTable:
         self.reserved_nbytes += int(self.reserved[rows].sum(dtype=np.int64))
 
     def unreserve(self, rows: Rows) -> None:
-        """Note the failure of a store. A block saved before stays."""
+        """Note that a store of rows has failed. A block saved before stays."""
         self._end_store(rows)
         self.free_unneeded(rows)
 
     def refined(self, level: int) -> int:
-        """Return the number of saved blocks with at least `level` refinements, which can be cut to fewer."""
+        """Return the number of saved blocks that have at least `level` refinements to cut."""
         return int(self._refined[level:].sum())
 
     def save(
@@ -376,7 +378,7 @@ class BlockTable:
 
         Args:
             nbytes: bytes of the compressed block on all ranks.
-            exact: number of exact tokens.
+            exact: number of exact first tokens.
             mark: `Mark` of the encoded KV.
             tenant: tenant whose share counts the rows; None for the tenant given to `reserve`.
             level, inner: see the columns.
@@ -401,7 +403,7 @@ class BlockTable:
         self.move(rows, moved)
 
     def drop(self, rows: Rows) -> None:
-        """Forget the compressed blocks of saved rows."""
+        """Note that the compressed blocks of saved rows are dropped."""
         self._uncount(rows)
         self.nbytes[rows] = self.inner[rows] = 0
         self.free_unneeded(rows)
@@ -442,7 +444,7 @@ class BlockTable:
     # -- tenants --------------------------------------------------------------------------------------
 
     def tenant_number(self, tenant: str) -> int:
-        """Return a tenant's number. The number may change while the tenant has no bytes."""
+        """Return a tenant's number. While the tenant's blocks take no bytes, the number may change."""
         number = self._tenants.get(tenant)
         if number is None:  # clients may make up any number of tenants
             self._tenants = {name: taken for name, taken in self._tenants.items() if self._tenant_nbytes[taken]}
@@ -475,16 +477,16 @@ def first_false(mask: Mask) -> int:
 
 
 def common_prefix(rows: Rows, others: Rows) -> int:
-    """Return the length of the common leading run of two arrays of rows."""
+    """Return the number of equal rows before the first difference between two arrays."""
     both = min(len(rows), len(others))
     return first_false(rows[:both] == others[:both])
 
 
 def runs(rows: Rows, keys: Collection[NDArray[np.generic]], depths: NDArray[np.int32], most: int) -> list[slice]:
-    """Return slices of `rows` of consecutive depths and equal keys, of `most` rows at most.
+    """Cut `rows` into runs of consecutive depths and equal keys, of `most` rows at most. Return a slice for each run.
 
     Args:
-        keys: arrays with a value for each row.
+        keys: arrays with a value for each row. Rows of a run have the same value in each array.
         depths: depth of each row.
     """
     breaks = np.zeros(len(rows) + 1, np.bool_)

@@ -76,7 +76,7 @@ MOST_TOKENS = 10_000_000
 
 
 class TokenRange(BaseModel):
-    """Tokens of a session from `start` to before `end`, to be kept for some seconds."""
+    """Tokens of a session from `start` to before `end`, whose compressed blocks are kept for `seconds`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -92,16 +92,17 @@ class TokenRange(BaseModel):
 
 
 class Hints(BaseModel):
-    """Hints of a request about its session. A hint that is None, false or empty changes nothing.
+    """Hints of a request about its session. A hint with its default value changes nothing.
 
     pin: True keeps the compressed blocks when others are dropped; False ends a pin. keep: ranges of tokens, each kept
     for a time. ttl_s: seconds after the last use until the session is forgotten. priority: sessions of lower priority
-    are dropped before those of higher priority, under every policy; 0 by default. release: drop the session at this
-    request's end. expect_return_s: approximate seconds until the client returns. tool: tool that the client waits for;
-    the seconds are learned from earlier waits for it. prefetch: ids of sessions about to be used. parent_session_id:
-    session that this session works for. tenant: tenant that the session belongs to. quality: "exact" if this request
-    takes exact KV only, "high" for KV decoded from blocks of level `HIGH` or finer too, "any" for all decoded KV.
-    store: False if no KV of this and later requests of the session may reach a tier; True to allow it again.
+    are dropped before those of higher priority, under every policy; 0 without any hint. release: drop the session at
+    this request's end. expect_return_s: approximate seconds until the client returns. tool: name of the tool that the
+    client waits for; the seconds are learned from earlier waits for the tool. prefetch: ids of sessions about to be
+    used. parent_session_id: session that this session works for. tenant: tenant that the session belongs to. quality:
+    "exact" if this request takes exact KV only, "high" to take also KV decoded from blocks of level `HIGH` or finer,
+    "any" to take all decoded KV; None for the configured quality. store: False if no KV of this and later requests of
+    the session may reach a tier; True to allow this again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -155,7 +156,7 @@ NO_HINTS = Hints()
 
 
 def parse_hints(value: object) -> Hints:
-    """Return the hints of a request. value: mapping under `WHERE` of the request, or None. A hint of null is absent.
+    """Return the hints of a request. value: mapping of hints at `WHERE` in the request, or None. Ignore hints of null.
 
     Raises: HintError for an unknown hint, a wrong value, or hints that contradict each other.
     """
@@ -181,7 +182,7 @@ LAST_PAUSES = 32  # number of a tool's latest pauses that count
 ENOUGH_PAUSES = 3  # least number of pauses from which a tool's duration is estimated
 SURE_PAUSES = 8  # least number of pauses for a prefetch of a session that waits for the tool
 SURE_RATIO = 2.0  # largest ratio of the pauses' third quartile to the first for such a prefetch
-MOST_TOOLS = 4096  # most tools remembered, of all tenants. The tool with the oldest last return is forgotten first
+MOST_TOOLS = 4096  # most tools remembered, of all tenants. The tool without a new pause for longest is forgotten first
 
 
 class ToolTimes:
@@ -194,7 +195,7 @@ class ToolTimes:
         self._pauses: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()  # by tenant and tool
 
     def took(self, tenant: str, tool: str, seconds: float) -> None:
-        """Note that a tenant's session returned after waiting so many seconds for a tool."""
+        """Note that a tenant's session has waited `seconds` for a tool."""
         pauses = self._pauses.setdefault((tenant, tool), deque(maxlen=LAST_PAUSES))
         self._pauses.move_to_end((tenant, tool))
         pauses.append(seconds)
@@ -202,9 +203,9 @@ class ToolTimes:
             self._pauses.popitem(last=False)
 
     def expected(self, tenant: str, tool: str) -> tuple[float | None, bool]:
-        """Return the median of a tool's pauses in seconds; None while there are too few.
+        """Return the median of a tool's pauses in seconds, and whether it is sure enough for a prefetch.
 
-        Return True, too, if the pauses differ so little that sessions which wait for the tool can be prefetched.
+        The median is None while there are too few pauses. It is sure if there are enough pauses that differ little.
         """
         pauses = self._pauses.get((tenant, tool), ())
         if len(pauses) < ENOUGH_PAUSES:
@@ -222,12 +223,12 @@ class SaidBySession:
 
     def __init__(self, manager: "SessionManager", ttl_s: float | None) -> None:
         self._manager, self._table, self._ttl_s = manager, manager.table, ttl_s
-        self.pinned: dict[Session, int] = {}  # bytes that a pinned or kept session counts for in `Shares.pinned`
+        self.pinned: dict[Session, int] = {}  # by session pinned or kept, its bytes of the share `Shares.pinned`
         self.ttls, self.pins = Ranking(), Ranking()
-        """For each session, the times at which it is forgotten, and at which its pin or a kept range next ends."""
+        """By session id, the time at which the session is forgotten, and the next end of its pin or a kept range."""
         self._tools = ToolTimes()
         self.expected: Callable[[Session, float], None] = lambda session, now: None
-        """Called with session and time when a session's expected return changes. The prefetcher sets it."""
+        """Function of the prefetcher for a changed expected return, called with the session and the time of change."""
 
     def take(self, session: Session, hints: Hints, now: float) -> str:
         """Do what a request's hints ask for. Return the reason for a refusal, in a sentence; empty for none."""
@@ -249,7 +250,7 @@ class SaidBySession:
         return refused or refused_range
 
     def await_return(self, session: Session, seconds: float | None, tool: str, since: float) -> None:
-        """Note when the client returns: `seconds` after `since`, or if None, when the tool usually ends, if known."""
+        """Note that the client returns `seconds` after `since`; if None, after the tool's median pause, if known."""
         session.tool, session.is_sure = tool, True
         if seconds is None:
             seconds, session.is_sure = self._tools.expected(session.tenant, tool)
@@ -263,7 +264,10 @@ class SaidBySession:
             session.tool = ""
 
     def pin(self, session: Session, until: float | None) -> str:
-        """Pin a session, or its new blocks, until time `until`; None for no end. Return the reason for a refusal."""
+        """Pin a session, or its new blocks, until time `until`; None for no end.
+
+        Return the reason for a refusal; empty for none. A refusal also ends a pin that the session had before.
+        """
         if refused := self._count("pin", session, session.rows):
             self.unpin(session)
             return refused
@@ -285,10 +289,11 @@ class SaidBySession:
         self._renew(session)
 
     def _renew(self, session: Session, now: float = -inf) -> str:
-        """Keep up to the end of the last range not expired, because KV is worthless without all earlier KV.
+        """Set the number of first blocks to keep, and the next end of a pin or range. Drop ranges that end by `now`.
 
-        If resume points are needed, the whole session is kept, because its deepest resume point is at the end. Return
-        the reason for a refusal; empty for none.
+        Blocks are kept up to the end of the last range left, because KV is worthless without all earlier KV. If resume
+        points are needed, the whole session is kept, because its deepest resume point is at the end. Return the reason
+        for a refusal; empty for none.
         """
         session.keeps, refused = tuple(each for each in session.keeps if each[0] > now), ""
         if not session.is_pinned:
@@ -313,8 +318,8 @@ class SaidBySession:
     def _count(self, hint: str, session: Session, rows: Rows) -> str:
         """Count the bytes of a session's first blocks `rows` and of its resume points as pinned, if there is room.
 
-        A block that is exact because sessions share it counts with its size in the configured codec. Return the reason
-        for a refusal of the `hint`, without a number of other tenants; empty if there is room.
+        A block counts with the configured codec's bound if it is not saved, or is exact because sessions share it.
+        Return the reason for a refusal of `hint`, which tells nothing of other tenants; empty if there is room.
         """
         manager, blocks, tenant = self._manager, self._manager.blocks, session.tenant
         manager.points.leave_spare(session, DropCause.ABANDONED)
@@ -344,7 +349,7 @@ class SaidBySession:
         return ""
 
     def adopted(self, session: Session, was_pinned: bool, now: float) -> None:
-        """Obey the hints that a session had in an earlier engine."""
+        """Obey the hints that a session had in an earlier engine. was_pinned: True if pinned there, without an end."""
         if was_pinned:
             self.pin(session, None)
         self.expected(session, now)
@@ -352,7 +357,7 @@ class SaidBySession:
             self.ttls.set(session.session_id, session.last_used + session.ttl_s)
 
     def expire(self, now: float) -> None:
-        """Forget sessions past their time to live, and end pins."""
+        """Forget sessions past their time to live, and end pins and kept ranges."""
         for session in [self._table.by_id[session_id] for session_id in self.pins.pop_until(now)]:
             if session.pinned_until is not None and session.pinned_until <= now:
                 self.unpin(session)

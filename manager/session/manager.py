@@ -2,6 +2,11 @@
 
 The manager does no I/O, starts no thread, reads no clock and knows neither torch nor vLLM. A driver calls the manager
 from a single thread and carries out the returned transfers.
+
+A row is the number of a block in the BlockTable. A resume point is a length of a session at which every KV cache group
+has the blocks needed to continue. A compressed block's level is the number of its refinements: parts behind the base
+that can be cut off. A mark tells if a block's KV is exact, decoded, or derived: computed behind decoded blocks.
+Relatives are sessions of one family, made of parents and children by the hint `parent_session_id`.
 """
 
 from collections import deque
@@ -43,45 +48,45 @@ from manthan.policies import EvictionPolicy, PolicyOptions
 from manthan.policies.ranking import Ranking
 
 DOUBLINGS = 5  # most doublings of the wait until a session is saved again, after the tiers had no room for it or failed
-STRIDE = 32  # `lead_overwritten` looks up one of so many blocks of a session in the pool
-LOOKED_AT = 32  # most sessions whose blocks `lead_overwritten` orders
-STEP_BLOCKS = 64  # most blocks sorted by one call of the pool, which walks block by block; a step makes one call
-BEHIND = 64  # for each so many calls that wait, a step makes one call more
+STRIDE = 32  # `lead_overwritten` looks up every 32nd block of a session in the pool
+LOOKED_AT = 32  # most sessions that `lead_overwritten` looks at
+STEP_BLOCKS = 64  # most blocks in a call of `to_order`, because the pool takes time for each. A step makes one call
+BEHIND = 64  # a step makes one more call of `to_order` for each 64 calls that wait
 AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
 """Orders of an operator that are refused while a request of the session runs."""
 
 
 class PointParts(NamedTuple):
-    """Resume point: its depth, and group, block hash and position of each block of further groups that it needs."""
+    """Resume point of a session, as the driver knows it."""
 
-    depth: int
-    parts: Sequence[tuple[int, bytes, int]]
+    depth: int  # number of the session's blocks up to the point
+    parts: Sequence[tuple[int, bytes, int]]  # group, block hash and position of each needed block of further groups
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Running request."""
+    """Request that waits or runs in vLLM."""
 
     request_id: str
     session: Session
     hashes: Sequence[bytes]  # of the prompt's full blocks
     rows: Rows  # of the prompt's full blocks
-    tokens: int  # of the prompt
-    began: float
+    tokens: int  # number of the prompt's tokens
+    began: float  # time of the request's arrival
     hints: Hints
     own: int = 0
-    """Number of the prompt's first blocks that the session has, or one of the same name. Others must be exact."""
+    """Number of the prompt's first blocks that the session or a session of its name has. Only these may be lossy."""
     quality: Quality = "any"  # see `Hints`
 
     # Noted by the driver.
     lossy: int = 0  # number of the prompt's cached tokens that are decoded or derived
-    exact: set[int] = field(default_factory=set)  # ids of the blocks that were loaded bit for bit
+    exact: set[int] = field(default_factory=set)  # ids of the pool's blocks that a load filled with exact KV
     found: int | None = None  # number of the prompt's blocks that were resident or loaded; None before the admission
     computed: int = 0  # number of the request's full blocks in the prefix cache
-    saves_after: float = 0.0  # time from which these are considered for saving
-    was_loaded: bool = False
-    is_unserved: bool = False  # true if a store did not answer, so that the request does not ask again
-    taken: int = 0  # number of blocks at the last admission
+    saves_after: float = 0.0  # time from which the `computed` blocks are considered for saving
+    was_loaded: bool = False  # true if a load has brought at least one block
+    is_unserved: bool = False  # true if a tier did not answer, so that the request does not ask again
+    taken: int = 0  # number of blocks that vLLM had allocated at the last call of `Driver.admitted`
 
     @property
     def asker(self) -> Asker | None:
@@ -91,18 +96,21 @@ class Request:
         return (*self.session.owner, "high") if self.quality == "high" else self.session.owner
 
     def has_brought(self, blocks: int) -> None:
-        """Note that the session has the prompt's first `blocks` blocks in another engine. Only names tell this."""
+        """Note that the client's session has the prompt's first `blocks` blocks in another engine.
+
+        Sessions without a name ignore this, because only names are common to engines.
+        """
         if self.session.name is not None and self.quality != "exact":
             self.own = max(self.own, blocks)
 
 
 class Store:
-    """Store to begin, or under way.
+    """Transfer of blocks from the pool to the tiers, to begin or under way.
 
     Args:
-        transfer: the store. The pool's blocks are referenced already.
-        rows: of the blocks.
-        exact: number of exact tokens of each block.
+        transfer: the job. Its blocks of the pool are referenced already.
+        rows: row of each block.
+        exact: number of exact first tokens of each block.
         replaces: for each block, True if it was saved before.
     """
 
@@ -110,7 +118,7 @@ class Store:
         self.transfer, self.rows, self.exact, self.replaces = transfer, rows, exact, replaces
         self.answers = Answers([transfer])
         self.block_ids: list[int] = transfer.block_ids.tolist()  # referenced until all ranks have gathered the blocks
-        self.gathered = 0  # number of ranks that have
+        self.gathered = 0  # number of ranks that have gathered them
         self.is_void = False  # true after a reset, which makes the result worthless
 
 
@@ -124,24 +132,24 @@ class Outcome(NamedTuple):
 
 
 class StoresBegun(NamedTuple):
-    """Stores begun, of the first `taken` of some rows."""
+    """Stores that `SessionManager._begin` has begun for some rows."""
 
     plans: list[Store]
-    taken: int
-    is_gone: bool = False  # true if they end because the next row's block is absent from the pool, or decoded there
+    taken: int  # number of first rows that the stores have
+    is_gone: bool = False  # true if the stores end because the next row's block is absent from the pool, or decoded
 
 
 class Usage(NamedTuple):
-    """Numbers of sessions, by state, of complete resume points and of blocks, and bytes in the tiers."""
+    """Counts of sessions, resume points and blocks, and bytes."""
 
-    sessions: dict[SessionState, int]
-    points: int
-    unsaved_blocks: int  # of sessions and requests
+    sessions: dict[SessionState, int]  # by state
+    points: int  # number of resume points whose blocks of further groups are all saved
+    unsaved_blocks: int  # number of unsaved blocks of sessions and requests
     saved_blocks: int
-    exact_blocks: int  # saved blocks with exact tokens
-    pool_nbytes: int  # that the saved blocks take in the pool when resident
-    saved_nbytes: int
-    budget_nbytes: int
+    exact_blocks: int  # number of saved blocks with exact tokens
+    pool_nbytes: int  # bytes that the saved blocks take in the pool when resident
+    saved_nbytes: int  # bytes of the compressed blocks
+    budget_nbytes: int  # budget of the tiers
 
 
 class SessionManager:
@@ -153,20 +161,21 @@ class SessionManager:
         capacity_nbytes: hard budget of the tiers, all ranks together.
         idle_after_s: seconds from a session's last request until it is saved.
         events: the engine's stream of events.
-        min_tokens: shorter sessions are not tracked.
+        min_tokens: sessions with fewer tokens are not tracked.
         label: part of the ids of sessions without a name, different for each engine.
         options: options of the policy; None for the defaults.
+        shares: shares of the budget for pinned sessions, for tenants, and for first blocks that sessions share.
         sink_tokens: number of first tokens of each session that are kept exact.
         quality: quality of requests without such a hint; see `Hints`.
         is_shared: True if several engines use the same tier.
         ttl_s: seconds from a session's last use until it is forgotten; None for never.
         is_exclusive: True if tiers last no longer than the pool, so that a full tier need not hold resident blocks.
-        levels: levels of blocks with refinements, the base first.
+        levels: facts about blocks of each level, from level 0 on.
     """
 
     pool: Pool  # set by `bind`
-    runway: Runway  # of the pool. `ahead`: number of saved blocks that the head of the free queue should have
-    enough = 16  # consecutive returns without the last answer, after which answers are not saved
+    runway: Runway  # of the pool. `ahead` is the number of blocks wanted before the free queue's first unsaved block
+    enough = 16  # number of consecutive prompts without the last answer, from which on answers are not saved
 
     def __init__(
         self,
@@ -198,19 +207,20 @@ class SessionManager:
         self.job_ids = count()
         self._is_shared, self._is_exclusive, self._levels = is_shared, is_exclusive, levels
         self._sink, self._wanted_sink = sink_tokens, sink_tokens
-        self.due = Ranking()  # times at which idle sessions are saved
+        self.due = Ranking()  # by id of an idle session, the time at which the session is saved
         self.saving: dict[Session, float] = {}  # for each idle session being saved, the time at which that began
         self._loading: dict[str, Rows] = {}  # by id of a load, the pinned rows
         self._torn: set[int] = set()  # rows to drop once no load reads them, because only some ranks have the new block
         self._heads: set[int] = set()  # rows of blocks that sessions share and that are stored exact
         self.read: Callable[[Rows], None] = lambda rows: None  # called with rows that a load has read
-        self._heirs: dict[Session, None] = {}  # to enter into the order again, as relatives share their blocks no more
+        self._heirs: dict[Session, None] = {}
+        """Sessions to enter into the policy's order again, because relatives no longer share their blocks."""
         self._heads_only: dict[Session, None] = {}
-        """Sessions outside of the policy's order, because relatives share all blocks that they have left."""
+        """Sessions taken out of the policy's order, because relatives share all blocks that the sessions have left."""
         self.to_order = deque[tuple[Callable[[int, list[bytes]], None], Rows]]()
-        """Calls of the pool about rows, as far as these are saved then. `order_some` makes one call at a time."""
-        self._led: list[tuple[int, int]] = []  # number and resident depth of each session last told to the pool
-        self._left_out = 0  # number of latest consecutive returns whose prompts lack the last answer
+        """Functions of the pool that `order_some` has to call, each with the rows for it. Unsaved rows are left out."""
+        self._led: list[tuple[int, int]] = []  # last sessions of `lead_overwritten`: number, and depth of resident KV
+        self._left_out = 0  # number of latest consecutive prompts that leave out the last answer
 
     def bind(self, runway: Runway) -> None:
         """Use the runway's pool."""
@@ -236,7 +246,7 @@ class SessionManager:
         tenant: str = "",
         tail: bytes | None = None,
     ) -> Request:
-        """Find or make the session of a new request.
+        """Find or make the session of a new request. Return the request.
 
         Args:
             hashes: block hashes of the prompt's full blocks.
@@ -276,7 +286,7 @@ class SessionManager:
         return request
 
     def _leaves_answer_out(self, session: Session, hashes: Sequence[bytes], rows: Rows) -> bool:
-        """True if a prompt goes on from the session but lacks its last answer. Count such prompts.
+        """True if a prompt continues the session but leaves out the session's last answer. Count such prompts.
 
         Some chat templates leave out the model's thinking. A single prompt with the answer sets the count to 0.
         """
@@ -286,7 +296,7 @@ class SessionManager:
         if hashes[before] == session.answer:
             self._left_out = 0
             return False
-        is_left_out = common_prefix(session.rows, rows) >= before - 1  # else an earlier message was changed
+        is_left_out = common_prefix(session.rows, rows) >= before - 1  # else the client changed an earlier message
         self._left_out += is_left_out
         return is_left_out
 
@@ -300,13 +310,13 @@ class SessionManager:
         points: Sequence[PointParts] = (),
         ending: str = "",
     ) -> tuple[Outcome, list[Store]]:
-        """Note the end of a request. Return the answer to its hints, and stores of resume points.
+        """Note the end of a request. Return the answer to its hints, and the begun stores of resume points.
 
         Args:
             hashes: block hashes of all computed blocks, of prompt and answer.
             tokens: number of tokens of prompt and answer; None if there are none behind the blocks.
             points: resume points whose blocks the pool has now, the deepest first.
-            ending: how the answer ended, such as a stop token; see `SessionView.ending`.
+            ending: reason for the answer's end, such as a stop token; see `SessionView.ending`.
         """
         request = self.requests.pop(request_id)
         session, held, lossy = request.session, request.rows, request.lossy
@@ -382,7 +392,7 @@ class SessionManager:
             self.due.set(session.session_id, now + self.idle_after_s)
 
     def _place(self, session: Session, points: Sequence[PointParts]) -> list[Store]:
-        """Enter resume points of a session, the deepest first, and begin to store their blocks."""
+        """Enter resume points of a session, the deepest first, and begin to store their blocks. Return the stores."""
         wanted = [point for point in points if point.depth >= self.min_blocks]
         if not wanted or session.stays_out:
             return []
@@ -404,17 +414,21 @@ class SessionManager:
         return plans
 
     def enter_parts(self, parts: Sequence[tuple[int, bytes, int]]) -> Rows:
-        """Return the row of each block of further groups, by group, block hash and position."""
+        """Return the row of each block of further groups. parts: group, block hash and position of each."""
         groups, hashes, positions = zip(*parts, strict=True) if parts else ((), (), ())
         return self.blocks.enter(groups, hashes, positions)
 
     # -- loads ----------------------------------------------------------------------------------------
 
     def match(self, request: Request, resident: int, usable: int) -> int:
-        """Return the number of blocks to load behind the request's `resident` blocks, up to block number `usable`.
+        """Return the number of blocks to load for a request.
 
-        The blocks are saved, without a gap, and as fine as the request's quality demands. Behind `Request.own` they are
-        exact. If resume points are needed, the blocks end at a resume point.
+        The blocks are saved, without a gap, and as fine as the request's quality demands. Behind the first
+        `Request.own` blocks they are exact. If resume points are needed, the blocks end at a resume point.
+
+        Args:
+            resident: number of the prompt's first blocks that are resident. Blocks behind these are loaded.
+            usable: number of the prompt's first blocks that may be found.
         """
         blocks, rows, is_high = self.blocks, request.rows[resident:usable], request.quality == "high"
         length = blocks.saved_prefix(rows)
@@ -457,7 +471,7 @@ class SessionManager:
         return is_whole & is_settled
 
     def load_started(self, load_id: str, rows: Rows) -> Rows:
-        """Pin the rows of a load, and of the resume point behind the last row. Return the resume point's rows."""
+        """Pin the rows of a load, and those of the resume point at the last row. Return the resume point's rows."""
         point = self.points.at(int(rows[-1])) if self.points.is_needed and len(rows) else None
         beside = NO_ROWS if point is None else point.rows
         pinned = rows if self.shape.stores_main else NO_ROWS
@@ -478,7 +492,7 @@ class SessionManager:
         rows = self._loading.pop(load_id, NO_ROWS)
         blocks = self.blocks
         groups, hashes = zip(*failed, strict=True) if failed else ((), ())
-        bad = blocks.find(groups, hashes).tolist()  # -1 for none
+        bad = blocks.find(groups, hashes).tolist()  # -1 for a block without a row
         blocks.refer(blocks.holds, rows, +1)  # so that no row is freed before the end
         blocks.refer(blocks.pins, rows, -1)
         torn = self._torn and self._torn.intersection(rows[blocks.pins[rows] == 0].tolist())
@@ -494,7 +508,8 @@ class SessionManager:
     def _lose(self, rows: Rows) -> None:
         """Drop compressed blocks that cannot be used. The caller holds the rows.
 
-        Sessions end before such a block, unless it is resident and computed, or a request computes it anew.
+        Sessions without a request end before such a block, unless it is resident and computed, or in a running
+        request's prompt, so that the request computes it.
         """
         blocks, used = self.blocks, rows[self.blocks.users[rows] > 0]
         self.drop(rows[blocks.is_droppable(rows)], DropCause.FAILED)
@@ -524,10 +539,10 @@ class SessionManager:
     # -- stores ---------------------------------------------------------------------------------------
 
     def plan_stores(self, now: float, room: int, wanted: int) -> list[Store]:
-        """Return the stores to begin now. The blocks are referenced until the driver gives them back.
+        """Begin stores and return them. The pool's blocks are referenced until the driver gives them back.
 
         Args:
-            room: most free blocks that stores may reference.
+            room: most free blocks that these stores may reference.
             wanted: number of blocks to save because memory is short; 0 if it is not.
         """
         for session_id in list(self.due.pop_until(now)):
@@ -545,7 +560,7 @@ class SessionManager:
         return plans
 
     def order_some(self) -> None:
-        """Tell the pool of the order of up to STEP_BLOCKS blocks; of more if many are left."""
+        """Make the first call of `to_order`, for STEP_BLOCKS blocks at most; several calls if many wait."""
         for _ in range(min(len(self.to_order), 1 + len(self.to_order) // BEHIND)):
             call, rows = self.to_order.popleft()
             rows = rows[self.blocks.is_saved(rows) & (self.blocks.group[rows] == self.shape.session_group)]
@@ -554,7 +569,7 @@ class SessionManager:
                 self.runway.forget()
 
     def _forget_overwritten(self, session: Session, now: float) -> None:
-        """Cut a session that stays out of the tiers before its first lost block, and set a time to check it again."""
+        """Cut a session that stays out of the tiers before its first overwritten block. Set a time to check again."""
         rows, blocks = session.rows, self.blocks
         is_resident = np.array(self.pool.lookup(self.shape.main, blocks.hashes(rows))) >= 0
         is_stored = blocks.is_saved(rows) & (blocks.group[rows] != NO_GROUP)
@@ -570,7 +585,7 @@ class SessionManager:
         return len(self.saving)
 
     def _save_soon(self, session: Session, now: float, *, is_pressed: bool) -> None:
-        """Have each `plan_stores` save some of an idle session, until it is cold."""
+        """Have later calls of `plan_stores` save an idle session's blocks, until the session is cold."""
         if session.stays_out or session.is_cold or session in self.saving:
             return
         self.due.discard(session.session_id)
@@ -583,7 +598,7 @@ class SessionManager:
             self.table.touch(session)
 
     def _save(self, session: Session, room: int, now: float) -> list[Store]:
-        """Begin to store a session's blocks, the first blocks first, because others are worthless without them."""
+        """Begin to store a session's blocks, the first ones first, because later blocks are worthless without them."""
         blocks, rows = self.blocks, session.rows
         if self.points.is_needed and self._is_too_large(session):
             self.cut(session, 0, DropCause.BUDGET)
@@ -599,7 +614,7 @@ class SessionManager:
                     self.events(events.Overwritten(lost))
                 self.cut(session, int(blocks.depth[needed[begun.taken]]), DropCause.ABANDONED)
             elif begun.taken < len(needed):
-                if not session.refusals:  # with a full tier, saved blocks are overwritten no earlier than unsaved
+                if not session.refusals:  # while tiers are full, the pool spares saved blocks like unsaved ones
                     self.to_order += ((self.pool.forget, part) for part in reversed(split(rows)))
                 self._put_off(session, now)
                 return plans
@@ -616,7 +631,7 @@ class SessionManager:
         return taken + bound * int((blocks.status[session.rows] == 0).sum()) > self.budget_nbytes
 
     def _put_off(self, session: Session, now: float, is_refused: bool = True) -> None:
-        """Save a session later. is_refused: True if the tiers had no room or failed, so that it waits twice as long."""
+        """Save a session later. is_refused: True if the tiers had no room or failed, which doubles the wait."""
         self._stop_saving(session)
         session.refusals = min(session.refusals + is_refused, DOUBLINGS)
         if not session.requests:
@@ -625,7 +640,8 @@ class SessionManager:
     def _save_next_overwritten(self, room: int, wanted: int, now: float) -> list[Store]:
         """Begin to store the unsaved blocks that the pool overwrites next, and have their idle sessions saved.
 
-        A session for which no room can be made is worth less than all in the tiers, and its rest is given up.
+        An idle session for which no room can be made is worth less than all sessions in the tiers. It is cut before its
+        first block without room, and the pool may overwrite its further blocks.
         """
         if not self.shape.stores_main:
             return []
@@ -664,7 +680,7 @@ class SessionManager:
         return plans
 
     def _origins(self, rows: Rows) -> NDArray[np.int32]:
-        """Return the number of a session with the block of each row; 0 for none."""
+        """Return for each row `Session.number` of a session that has the block; 0 for none."""
         for row in rows[self.blocks.origin[rows] == 0].tolist():
             if not self.blocks.origin[row]:
                 for session in islice(self.table.holders(row, int(self.blocks.depth[row])), 1):
@@ -672,7 +688,7 @@ class SessionManager:
         return self.blocks.origin[rows]
 
     def save_running(self, request: Request, most: int, now: float) -> list[Store]:
-        """Begin to store up to `most` of the computed blocks of a running request's prompt.
+        """Begin to store up to `most` of the computed blocks of a running request's prompt. Return the stores.
 
         Called when memory is short, because the blocks would be overwritten soon after the request's end.
         """
@@ -685,12 +701,12 @@ class SessionManager:
         return self._begin(needed, request.session, is_pressed=not self._is_exclusive).plans if len(needed) else []
 
     def _begin(self, rows: Rows, session: Session, *, is_pressed: bool, exact: int | None = None) -> StoresBegun:
-        """Begin to store the first of some rows, up to the first that is not resident, or decoded, or does not fit.
+        """Begin to store blocks, up to the first that is not resident, or decoded, or for which there is no room.
 
         Args:
-            rows: rows of one group, in the order of their depths.
+            rows: rows of the blocks, of one group, in the order of their depths.
             is_pressed: True if blocks of sessions that are worth less may be dropped to make room.
-            exact: number of exact tokens of each block; None for the configured number.
+            exact: number of exact first tokens of each block; None for those of `_exact_tokens`.
         """
         if not len(rows):
             return StoresBegun([], 0)
@@ -710,7 +726,7 @@ class SessionManager:
         needed, before = rows, self.blocks.saved_nbytes
         self.blocks.refer(self.blocks.holds, needed, +1)
         fits = self._make_room(bounds, session, is_pressed)
-        if self.blocks.saved_nbytes < before:  # blocks of the pool may have been released to make room
+        if self.blocks.saved_nbytes < before:  # making room may have released some of the pool's blocks, too
             fits = first_false(np.array(self.pool.lookup(group, hashes[:fits])) >= 0)
         self.pool.hold(ids[:fits])
         is_gone = is_gone and fits == length
@@ -736,15 +752,15 @@ class SessionManager:
         return StoresBegun(plans, fits, is_gone)
 
     def sink_tokens(self, rows: Rows, group: int) -> NDArray[np.int64]:
-        """Return how many first tokens of each block are among the session's first tokens to keep exact."""
+        """Return the number of first tokens of each block that are kept exact as first tokens of the session."""
         tokens = self.shape.groups[group].tokens
         return np.clip(self._sink - self.blocks.depth[rows].astype(np.int64) * tokens, 0, tokens)
 
     def _exact_tokens(self, rows: Rows, marks: NDArray[np.uint8], group: int, tenant: str) -> NDArray[np.int64]:
-        """Return how many first tokens of each block are kept exact."""
+        """Return the number of first tokens of each block to keep exact. Shared first blocks keep all."""
         shape, counts = self.shape.groups[group], self.sink_tokens(rows, group)
         if counts.any():
-            counts[~np.isin(counts, list(shape.bounds))] = 0  # a state has no first tokens
+            counts[~np.isin(counts, list(shape.bounds))] = 0  # a recurrent state has no tokens to keep exact
         if group == self.shape.session_group and shape.tokens in shape.bounds and self.shares.heads:
             shared = first_false((self.blocks.users[rows] > 1) & (marks == Mark.EXACT))
             if shared:
@@ -757,8 +773,9 @@ class SessionManager:
     def stored(self, store: Store, nbytes: Mapping[int, int], now: float, inner: Mapping[int, Sequence[int]]) -> None:
         """Note which of a store's blocks every rank has stored.
 
-        nbytes: by index in the store, bytes taken of the budget. inner: see `TransferResult.inner`, for all ranks
-        together.
+        Args:
+            nbytes: by index in the store of each such block, the bytes that the block takes of the budget.
+            inner: by index in the store, see `TransferResult.inner`; bytes of all ranks together.
         """
         blocks, transfer = self.blocks, store.transfer
         good = np.array(sorted(nbytes), np.int64)
@@ -767,7 +784,7 @@ class SessionManager:
             self.store_failed(store, good[dropped].tolist(), now, is_refused=False)
             good = good[~dropped]
         rows = store.rows[good]
-        for row in rows[blocks.is_saved(rows)][:1].tolist():  # all sessions of a head share the first block
+        for row in rows[blocks.is_saved(rows)][:1].tolist():  # sessions that share one of the blocks share the first
             for session in self.table.holders(row, int(blocks.depth[row])):
                 self.table.touch(session)
         sizes, parts = [nbytes[at] for at in good.tolist()], [inner.get(at, ()) for at in good.tolist()]
@@ -791,7 +808,7 @@ class SessionManager:
             self._check_cold(session, now)
 
     def levels_of(self, rows: Rows, parts: Sequence[Sequence[int]]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
-        """Return columns `level` and `inner` of rows. parts: for each row, values of `inner`; empty if unknown."""
+        """Return values of the columns `level` and `inner` for rows. parts: for each row, `inner`; empty if unknown."""
         level, inner = np.zeros(len(rows), np.uint8), np.zeros((len(rows), MOST_INNER), np.uint32)
         for number, group in self.shape.groups.items():
             level[self.blocks.group[rows] == number] = group.level
@@ -802,7 +819,7 @@ class SessionManager:
         return level, inner
 
     def announce(self, rows: Rows, seconds: float | None = None) -> None:
-        """Report saved rows to subscribers and the pool. seconds: time of a block's store on the slowest rank."""
+        """Report saved rows to subscribers and the pool. seconds: mean time to store a block on the slowest rank."""
         blocks = self.blocks
         groups = blocks.group[rows]
         for part in runs(rows, (groups,), blocks.depth[rows], len(rows)):
@@ -817,7 +834,7 @@ class SessionManager:
 
         Args:
             is_refused: see `_put_off`.
-            torn: failed blocks that some rank may have replaced, and another not.
+            torn: those of `failed` whose older compressed block some ranks may have replaced, and others not.
         """
         blocks, rows, torn_rows = self.blocks, store.rows[list(failed)], store.rows[list(torn)]
         is_first = (blocks.status[rows] & STORING) == blocks.status[rows]  # without an older compressed block
@@ -844,14 +861,14 @@ class SessionManager:
             session.refused_until = now + self.idle_after_s * 2**session.refusals
 
     def store_is_back(self) -> None:
-        """Save sessions now that were put off while the store was down."""
+        """Have sessions saved that were put off while the tier did not answer."""
         for session in self.table.by_id.values():
             if session.refusals and not session.requests:
                 session.refusals, session.refused_until = 0, 0.0
                 self.due.set(session.session_id, session.last_used + self.idle_after_s)
 
     def _check_cold(self, session: Session, now: float) -> None:
-        """Note that a session is cold, if all its blocks are saved."""
+        """Make a session cold if all its blocks are saved."""
         blocks, rows = self.blocks, session.rows
         if not len(rows) or not blocks.is_saved(rows).all():
             return
@@ -889,9 +906,10 @@ class SessionManager:
         session.stored = session.stored_nbytes = 0
 
     def lead_overwritten(self, most: int) -> None:
-        """Have the pool overwrite `most` saved blocks next, in the policy's order: tails first, shared heads last.
+        """Have the pool overwrite `most` saved blocks next, in the policy's order of sessions.
 
-        The next steps tell the pool.
+        Of each session the last blocks come first. Blocks that sessions share come last of all. The pool is told in the
+        next steps, by `order_some`.
         """
         if not self.shape.stores_main:
             return
@@ -922,10 +940,10 @@ class SessionManager:
     # -- heads common to sessions ---------------------------------------------------------------------
 
     def _replace_heads(self, session: Session) -> list[Store]:
-        """Begin to store the blocks at a session's begin that sessions share again, exact, if the pool has them exact.
+        """Begin to store again, exact, the lossy first blocks that sessions share, if the pool has exact KV of them.
 
-        Such blocks have a share of the budget. If it is full, blocks of fewer sessions make room for those of more
-        sessions, and are stored lossy again.
+        Such exact blocks have a share of the budget. If the share is full, exact blocks that fewer sessions share are
+        stored again, lossy, to make room. Return the stores.
         """
         blocks, rows, shape = self.blocks, session.rows, self.shape.groups[self.shape.main]
         if not self.shape.stores_main or shape.tokens not in shape.bounds or not self.shares.heads:
@@ -948,7 +966,10 @@ class SessionManager:
         return plans
 
     def _demote(self, users: int, needed: int, session: Session) -> list[Store]:
-        """Begin to store exact blocks of fewer than `users` sessions again, lossy, until that frees `needed` bytes."""
+        """Begin to store again, lossy, exact blocks that fewer than `users` sessions share. Return the stores.
+
+        Stop when the exact compressed blocks to be replaced have `needed` bytes.
+        """
         blocks, plans = self.blocks, list[Store]()
         for row in sorted(self._heads, key=lambda row: (blocks.users[row], -blocks.depth[row])):
             rows = np.array([row], np.int32)
@@ -964,7 +985,7 @@ class SessionManager:
         return plans
 
     def _heads_left(self, tenant: str) -> float:
-        """Return the bytes left of `Shares.heads`, and for a tenant with a quota, of the tenant's part of it."""
+        """Return the bytes left of `Shares.heads` for exact blocks that sessions share; at most the tenant's part."""
         blocks, budget = self.blocks, self.shares.heads * self.budget_nbytes
         rows = np.array(sorted(self._heads), np.int32)
         is_exact = (blocks.status[rows] > 0) & (blocks.exact[rows] >= self.shape.block_tokens)
@@ -993,20 +1014,24 @@ class SessionManager:
         return self.budget_nbytes - self.blocks.taken_nbytes
 
     def left_to(self, tenant: str) -> int:
-        """Return the bytes left of a tenant's share; of the whole budget without a quota."""
+        """Return the bytes left of a tenant's share of the budget; without a quota, the whole budget."""
         share = self.shares.of_tenant(tenant)
         used = self.blocks.taken_by(tenant) if share < 1 else 0
         return int(share * self.budget_nbytes) - used
 
     def _make_room(self, bounds: NDArray[np.int64], session: Session, is_pressed: bool) -> int:
-        """Drop compressed blocks until blocks of these sizes fit, or until only sessions that are worth more have any.
+        """Drop compressed blocks until new blocks fit, or until only sessions worth more than `session` have any.
 
-        Return the number of first sizes that fit together. If a tenant's share is full, only the tenant's own blocks
-        make room.
+        Return the number of first new blocks that fit together. If the share of the session's tenant is full, only the
+        tenant's own blocks make room.
+
+        Args:
+            bounds: most bytes of each new block.
+            is_pressed: see `_begin`.
         """
         total = np.cumsum(bounds)
         wanted, tenant = int(total[-1]), session.tenant
-        self.table.enter_order_again(session)  # so that the session's turn comes
+        self.table.enter_order_again(session)  # so that `_drop_until` ends at the session
         may_drop = is_pressed or not self._is_exclusive
         if self.shares.of_tenant(tenant) < 1:
             if may_drop:
@@ -1021,11 +1046,11 @@ class SessionManager:
         return int(np.searchsorted(total, min(wanted, self.free_nbytes), side="right"))
 
     def _trim_until(self, short: Callable[[], int], tenant: str | None = None) -> None:
-        """Cut refinements of a tenant's sessions or of all, until `short` returns 0 or less, or none are left.
+        """Cut refinements of a tenant's sessions, or of all sessions for None, until `short` returns 0 or less.
 
         Cut first the level whose loss costs least: added divergence, times the chance that a block is read, for each
         byte freed. At a level, sessions are cut in the policy's order. The chance is estimated as n ** -0.5, where n is
-        the number of blocks of the level: about so many are likelier to be read than those of the session to cut.
+        the number of blocks with at least this level. About n blocks are likelier to be read than the next block cut.
         """
         levels, victims = self._levels, dict[int, Iterator[Session]]()
         for level in range(1, len(levels)):
@@ -1048,7 +1073,7 @@ class SessionManager:
                 victims = {each: some for each, some in victims.items() if self.blocks.refined(each)}
 
     def _trim(self, victim: Session, level: int, short: int) -> None:
-        """Cut blocks that only this session has to below `level` refinements, tails first, to free `short` bytes."""
+        """Cut blocks that only `victim` has, the last first, to `level` - 1 refinements, to free `short` bytes."""
         blocks, rows = self.blocks, victim.rows[victim.kept :]
         if not victim.kept:
             own_points = [point.rows for point in victim.points if len(point.sessions) == 1]
@@ -1070,14 +1095,14 @@ class SessionManager:
     def _drop_until(
         self, short: Callable[[], int], session: Session, tenant: str | None = None, *, is_pressed: bool = False
     ) -> None:
-        """Drop blocks of sessions, of a tenant or of all, in the policy's order, until `short` returns 0 or less.
+        """Drop blocks of a tenant's sessions, or of all sessions for None, until `short` returns 0 or less.
 
-        Stop if `session`, which needs the room, is the next victim.
+        Victims are taken in the policy's order. Stop at `session`, which needs the room.
         """
         if short() <= 0:
             return
         while True:
-            while self._heirs:  # entered here, because none may enter the order during the loop below
+            while self._heirs:  # entered here, because no session may enter during the next loop
                 heir, _ = self._heirs.popitem()
                 self._heads_only.pop(heir, None)
                 self.table.enter_order_again(heir)
@@ -1090,11 +1115,12 @@ class SessionManager:
                 return
 
     def _drop_tail(self, victim: Session, short: int, is_pressed: bool) -> None:
-        """Drop compressed blocks from a session's tail until `short` bytes are free, or the session has none to drop.
+        """Drop compressed blocks from the end of a session, to free `short` bytes or all that the session can.
 
-        The session keeps resident blocks that were computed, because these can be stored again, but not decoded ones.
-        If memory is short, it keeps neither: blocks of little worth would be stored again whenever they are about to be
-        overwritten. First blocks that relatives share are dropped after the tails of all these relatives.
+        The session is cut before the dropped blocks. If memory is not short, a session that is not cold, and any
+        session with exclusive tiers, keeps resident blocks that were not decoded, because these can be stored again.
+        If memory is short, such blocks would be stored again whenever the pool is about to overwrite them. First blocks
+        that relatives share are dropped after the last blocks of all these relatives.
         """
         before = self.free_nbytes
         self.points.leave_spare(victim, DropCause.BUDGET)
@@ -1112,7 +1138,7 @@ class SessionManager:
                 if not own.any() and floor == kept:
                     self.table.leave_order(victim)
                     self._heads_only[victim] = None
-                    if was_cold:  # nothing tells when relatives stop sharing the rest
+                    if was_cold:  # no call comes when relatives stop sharing the rest
                         self.cut(victim, floor, DropCause.BUDGET)
                 return
         freed = np.cumsum(np.where(own, blocks.nbytes[rows], 0)[floor:][::-1].astype(np.int64))
@@ -1145,7 +1171,7 @@ class SessionManager:
     def _family_head(self, session: Session) -> int:
         """Return the number of a session's first blocks that a relative shares and still needs.
 
-        Such a relative is pinned, keeps ranges, or is in the policy's order. Its running prompts count, too.
+        Such a relative is pinned, keeps ranges, or is in the policy's order. Its running requests' prompts count, too.
         """
         shared = 0
         for one in self.table.relatives(session):
@@ -1155,17 +1181,20 @@ class SessionManager:
         return shared
 
     def _own_hashes(self, rows: Rows) -> list[bytes]:
-        """Return the hashes of a session's blocks that no other session and no running request has."""
+        """Return the hashes of those of a session's rows that no other session and no running request has."""
         return self.blocks.hashes(rows[(self.blocks.users[rows] == 1) & (self.blocks.holds[rows] == 0)])
 
     def _save_later(self, session: Session) -> None:
-        """Note that a session has lost compressed blocks which the pool still has, and save it again later."""
+        """Note that a session has lost compressed blocks which the pool still has. Save the session again later."""
         self.table.set_cold(session, False)
         if not session.requests:
             self.due.set(session.session_id, session.last_used + self.idle_after_s)
 
     def _drop_redundant(self, short: int) -> None:
-        """Drop compressed blocks whose computed KV is resident, first those that the pool overwrites last."""
+        """Drop compressed blocks to free `short` bytes: blocks that are resident and not decoded.
+
+        Those that the pool will overwrite last are dropped first.
+        """
         blocks, main = self.blocks, self.shape.main
         names = (each.block_hash for each in self.pool.redundant(self.runway.ahead) if each.group == main)
         while short > 0 and (some := list(dict.fromkeys(islice(names, JOB_BLOCKS)))):
@@ -1191,12 +1220,12 @@ class SessionManager:
         cause: DropCause,
         rest: Callable[[int, Sequence[bytes]], None] | None = None,
     ) -> None:
-        """Shorten a session to the first `length` blocks, or to a resume point if cold or being saved.
+        """Shorten a session to the first `length` blocks; if cold or being saved, to the deepest resume point in these.
 
-        Compressed blocks that nothing else uses are dropped, and resident blocks of decoded KV with them.
+        Compressed blocks that no other session uses are dropped. Resident blocks of decoded KV are released with them.
 
         Args:
-            rest: `Pool.give_up` or `Pool.release` for resident blocks that nothing else uses; None leaves them.
+            rest: `Pool.give_up` or `Pool.release`, called for resident blocks that nothing else uses; None for no call.
         """
         blocks, own = self.blocks, self._own_hashes(session.rows[length:]) if rest else []
         if session.is_cold or session in self.saving:
@@ -1230,7 +1259,7 @@ class SessionManager:
             rest(self.shape.main, own)
 
     def _end_at_point(self, session: Session, is_leaving: bool = False) -> int:
-        """Cut a session at its deepest resume point, if it is cold or `is_leaving`. Return its number of blocks."""
+        """Cut a session at its deepest resume point, if cold or `is_leaving`. Return the number of blocks left."""
         length = self.points.deepest(session, len(session.rows))
         if length < len(session.rows) and (session.is_cold or is_leaving):
             self.cut(session, length, DropCause.ABANDONED)
@@ -1261,12 +1290,12 @@ class SessionManager:
             self.drop(unneeded, DropCause.ABANDONED)
 
     def forget_session(self, session: Session, cause: DropCause) -> None:
-        """Drop all of a session: its compressed blocks, resident blocks that nothing else uses, and its name."""
+        """Drop all of a session: its blocks that nothing else uses, compressed and resident, and its id and name."""
         self.table.forget_tip(session)
         self.cut(session, 0, cause, rest=self.pool.release)
 
     def reset(self) -> None:
-        """Drop all KV, resident and saved. The driver later ends stores under way by `store_failed`."""
+        """Take all blocks from sessions, and drop all saved KV. The driver later ends stores by `store_failed`."""
         for load_id in list(self._loading):
             self.load_finished(load_id)
         for session in list(self.table.by_id.values()):
@@ -1319,7 +1348,7 @@ class SessionManager:
         return ""
 
     def usage(self) -> Usage:
-        """Return numbers of sessions and blocks, and the tiers' bytes, as of now."""
+        """Return counts of sessions and blocks, and the tiers' bytes, as of now."""
         blocks, groups = self.blocks, self.shape.groups
         saved = {group: count for group, count in blocks.saved_blocks.items() if group != NO_GROUP}
         return Usage(

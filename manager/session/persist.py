@@ -1,6 +1,7 @@
-"""Links of an engine's sessions to the next engine, by a journal on disk, and to other engines, by Redis.
+"""Links between engines: sessions go to the next engine by a journal on disk, and to other engines by Redis.
 
-A link never waits: threads of the journal and of the Redis client do the I/O.
+A link never waits: threads of the journal and of the Redis client do the I/O. A resume point is a length of a session
+at which every KV cache group has the blocks needed to continue.
 """
 
 import time
@@ -34,9 +35,9 @@ FACTS = (*HISTORY, *TIMES, "is_pinned")
 
 
 class _Link:
-    """Base of the links: enters blocks that another engine has stored in the last tier, a disk or Redis.
+    """Base of the links: enters blocks that an earlier or another engine has stored in the last tier.
 
-    fronts: tiers in front of the last. They have none of these blocks yet.
+    fronts: fast tiers in front of the last tier, which is a disk or Redis. They do not have the entered blocks yet.
     """
 
     def __init__(self, manager: SessionManager, fronts: Sequence[FrontTier]) -> None:
@@ -52,9 +53,9 @@ class _Link:
         tenant: str,
         inner: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Mark rows as saved if a session uses them and this engine has not stored them. Args: see `BlockTable.save`.
+        """Mark rows as saved if a session uses them and this engine has not stored them.
 
-        inner: by row, the bytes of the first part, of two parts, and so on; may be shorter than `rows`.
+        nbytes, exact, marks, tenant: see `BlockTable.save`. inner: values of `BlockTable.inner` for the first rows.
         """
         blocks = self._manager.blocks
         is_new = (blocks.status[rows] == 0) & (blocks.users[rows] > 0)
@@ -74,9 +75,9 @@ class Adopted(NamedTuple):
 
     sessions: int  # number of sessions entered, now cold
     written: int  # number of sessions in the journal
-    blocks: int  # number of saved blocks
-    nbytes: int  # of these on all ranks
-    dropped: int  # number of blocks without a session, or missing on a rank
+    blocks: int  # number of blocks now saved
+    nbytes: int  # bytes of these compressed blocks on all ranks
+    dropped: int  # number of blocks dropped, because no entered session uses them or a rank lacks them
 
 
 class _Left(NamedTuple):
@@ -88,7 +89,7 @@ class _Left(NamedTuple):
     points: Sequence[JournalPoint]
 
     def kept(self, length: int) -> list[JournalPoint]:
-        """Return the resume points needed by a session of `length` blocks: at the end, and at the last prompt's end."""
+        """Return the resume points that a session of `length` blocks needs: at its end, and at its last prompt's."""
         depths = {length, min(length, self.facts["prompt_depth"])}
         return [point for point in self.points if point.depth in depths]
 
@@ -99,8 +100,8 @@ class JournalLink(_Link):
     In the journal, times are Unix seconds.
 
     Args:
-        fronts: tiers in front of the disk.
-        notes: by block, bytes to keep with it in the journal: what KV events say of it. None without KV events.
+        fronts: fast tiers in front of the disk.
+        notes: by block, bytes that the journal keeps with the block: contents of KV events. None without KV events.
         clock: returns Unix seconds.
     """
 
@@ -115,7 +116,7 @@ class JournalLink(_Link):
         super().__init__(manager, fronts)
         self._journal, self._notes, self._clock = journal, notes, clock
         self._told: dict[str, int | None] = {}
-        """By session id, the `_digest` of the blocks in the journal; None if the session has different blocks now."""
+        """By id of a session in the journal, the `_digest` of its blocks there; None if the session has others now."""
         self._inner: Mapping[BlockName, Sequence[int]] = {}  # see `adopt`
         self._is_reset = False
         self.close = journal.close
@@ -150,7 +151,7 @@ class JournalLink(_Link):
             yield JournalSession(session_id, facts, saved)
 
     def _saved(self, session: Session) -> tuple[Rows, list[ResumePoint]]:
-        """Return a session's first rows, as far as the next engine can continue from, with the resume points."""
+        """Return a session's saved first rows, cut to a resume point if one is needed, and the saved resume points."""
         blocks, points = self._manager.blocks, self._manager.points
         rows = session.rows[: blocks.saved_prefix(session.rows)]
         standing = [point for point in session.points if point.depth <= len(rows) and points.stands(point)]
@@ -183,16 +184,16 @@ class JournalLink(_Link):
         others: Mapping[BlockName, int] | None = None,
         inner: Mapping[BlockName, Sequence[int]] | None = None,
     ) -> Adopted:
-        """Enter the journal's sessions as cold, up to the first block missing on a rank. Drop all remaining blocks.
+        """Enter the journal's sessions as cold, each up to its first block missing on a rank. Drop all other blocks.
 
-        The budget and the tenants' shares may not have room for all. The most recently used sessions are entered first,
-        and of each session the first blocks. The driver must have subscribed to the events by now.
+        The budget and the tenants' shares may not have room for all. So the most recently used sessions are entered
+        first, and of each session the first blocks. The driver must have subscribed to the events by now.
 
         Args:
-            ranks: for each rank, by block, the bytes taken of the rank's part of the budget.
+            ranks: for each rank, by block, the bytes that the block takes of the rank's part of the budget.
             now: seconds on this engine's clock.
-            others: by block of an engine with another number of ranks, the bytes of all shards; 0 if one is missing.
-            inner: by block with refinements, the bytes of one part, of two, and so on, without the total.
+            others: by block stored with another number of ranks, the bytes of all shards; 0 if a shard is missing.
+            inner: by block with refinements, the value of `BlockTable.inner`.
         """
         self._inner = inner or {}
         manager, offset, weigh, others = self._manager, self._clock() - now, on_each(len(ranks)), others or {}
@@ -222,14 +223,20 @@ class JournalLink(_Link):
         return Adopted(len(entered), len(written), usage.saved_blocks, usage.saved_nbytes, len(strays))
 
     def _unchanged(self, written: JournalSession) -> int | None:
-        """Return the digest of an entered session's saved blocks; None if they differ from the journal's."""
+        """Return the digest of the saved blocks of a session just entered; None if the journal has other blocks."""
         session = self._manager.table.by_id.get(written.session_id)
         if session is None or self._saved_blocks(*self._saved(session)) != written.saved:
             return None
         return self._digest(*self._saved(session))
 
     def _left(self, written: JournalSession, sizes: Mapping[BlockName, int], offset: float) -> _Left | None:
-        """Return a session without missing blocks; None if nothing can be restored, or if the facts are damaged."""
+        """Return a session up to its first missing block; None if nothing is left, or if the facts are damaged.
+
+        Args:
+            written: session in the journal.
+            sizes: by block that no rank lacks, the bytes that the block takes of the budget.
+            offset: seconds from the engine's clock to Unix time.
+        """
         shape, saved, there = self._manager.shape, written.saved or GONE, sizes.keys()
         blocks = list(takewhile(lambda block: not shape.stores_main or block.name in there, saved.blocks))
         points = [point for point in saved.points if there >= {part.name for part in point.parts}]
@@ -244,7 +251,7 @@ class JournalLink(_Link):
         return _Left(written.session_id, facts, blocks, points)
 
     def _adopt(self, left: _Left, sizes: Mapping[BlockName, int]) -> Session | None:
-        """Enter a session, as far as there is room."""
+        """Enter a session's first blocks, as many as there is room for. Return None without room or with a known id."""
         manager, facts, tenant = self._manager, left.facts, left.facts["tenant"]
         length = self._fitting(left, sizes)
         if not length or left.session_id in manager.table.by_id:
@@ -281,7 +288,7 @@ class JournalLink(_Link):
         self._enter_saved(rows, nbytes, [block.exact for block in blocks], marks, tenant, inner)
 
     def _fitting(self, left: _Left, sizes: Mapping[BlockName, int]) -> int:
-        """Return the number of a session's first blocks that fit; if needed, cut to a resume point."""
+        """Return the number of a session's first blocks that fit; the depth of a resume point if one is needed."""
         room = self._room(left.facts["tenant"])
         taken = np.cumsum(self._missing(left.blocks, sizes))
         if not self._manager.points.is_needed:
@@ -293,7 +300,7 @@ class JournalLink(_Link):
         return 0
 
     def _missing(self, blocks: Sequence[JournalBlock], sizes: Mapping[BlockName, int]) -> NDArray[np.int64]:
-        """Return the bytes that each block will add; 0 for a block saved already, for another session."""
+        """Return the bytes that each block will add to the taken budget; 0 for a block saved with another session."""
         names = [block.name for block in blocks]
         return np.where(self._manager.blocks.are_saved(names), 0, [sizes.get(name, 0) for name in names])
 
@@ -303,22 +310,22 @@ class JournalLink(_Link):
 
 @dataclass(slots=True)
 class _PromptLookup:
-    """Question to Redis: which of a request's blocks, `hashes[first:]`, exist there."""
+    """Question to Redis about a request: how many blocks of `hashes[first:]` does Redis have, from the first on?"""
 
     request: Request
     hashes: Sequence[bytes]
     first: int
     deadline: float | None = None
-    """Time at which the request continues without an answer; None until nothing else keeps it waiting."""
+    """Time at which the request continues without an answer; None until the request waits for nothing else."""
 
 
 class RedisLink(_Link):
     """Looks up blocks stored by other engines in Redis, and publishes this engine's sessions there.
 
     Args:
-        fronts: tiers in front of Redis.
-        needed: returns the blocks of further KV cache groups needed to continue behind a number of blocks, each as
-            group and position. None for a model with a single group.
+        fronts: fast tiers in front of Redis.
+        needed: returns the blocks of further KV cache groups that a session needs to continue behind its first n
+            blocks, given n. Each is a group and a position. None for a model with a single group.
     """
 
     def __init__(
@@ -338,7 +345,7 @@ class RedisLink(_Link):
         """Ask Redis for a new request's blocks, from the first that is neither resident nor saved here.
 
         Args:
-            usable: number of the prompt's first blocks that may be loaded: the last token is always computed.
+            usable: number of the prompt's first blocks that may be loaded; see `Driver.usable`.
         """
         manager, hashes, session_id = self._manager, request.hashes[:usable], request.session.session_id
         main, marks = manager.shape.main, manager.pool.marks
@@ -356,12 +363,12 @@ class RedisLink(_Link):
             self._lookups[request.request_id] = _PromptLookup(request, hashes, first)
 
     def _parts(self, hashes: Sequence[bytes], depth: int) -> list[tuple[int, bytes, int]]:
-        """Return group, hash and position of each block of further groups needed behind `depth` blocks."""
+        """Return group, hash and position of each block of further groups needed to continue behind `depth` blocks."""
         needed = () if self._needed is None else self._needed(depth)
         return [(group, hashes[at], at) for group, at in needed]
 
     def awaits(self, request_id: str, now: float) -> bool:
-        """True if a request, otherwise ready to run, should still wait for Redis: WAIT_S seconds at most."""
+        """True if a request that is ready to run should still wait for Redis, in all at most WAIT_S seconds."""
         lookup = self._lookups.get(request_id)
         if lookup is None:
             return False
@@ -374,11 +381,11 @@ class RedisLink(_Link):
         return False
 
     def forget(self, request_id: str) -> None:
-        """Note the end of a request."""
+        """Forget the question about a request that has ended."""
         self._lookups.pop(request_id, None)
 
     def hear(self) -> None:
-        """Enter the blocks that Redis was found to have since the last call. Report if Redis answers."""
+        """Enter the blocks that Redis has by its answers since the last call. Report a change of `sessions.is_up`."""
         if self.sessions.is_up is not self._was_up:
             self._was_up = self.sessions.is_up
             self._manager.events(StoreIsUp(self._was_up))
@@ -394,7 +401,7 @@ class RedisLink(_Link):
             self._manager.events(LookedUp(lookup.request.session.session_id, "found" if is_of_use else "nothing"))
 
     def _found(self, lookup: _PromptLookup, result: LookupResult) -> None:
-        """Enter blocks stored by another engine. They count as derived, because their marks are not known here."""
+        """Enter blocks stored by another engine. Their mark is DERIVED, because the true one is not known here."""
         manager, session = self._manager, lookup.request.session
         rows = lookup.request.rows[: lookup.first + len(result.sizes)]
         known = common_prefix(session.rows, rows)
@@ -409,12 +416,12 @@ class RedisLink(_Link):
             manager.points.stored(others.tolist())
 
     def tell(self, drops: Iterable[BlocksDropped], now: float) -> None:
-        """Publish the sessions changed since the last call, and the drops."""
+        """Publish in Redis the sessions changed since the last call. Tell Redis of the drops."""
         offset, changes = time.time() - now, self._manager.table.take_changes()
         self.sessions.tell([self._record(session_id, session, offset) for session_id, session in changes], drops)
 
     def _record(self, session_id: str, session: Session | None, offset: float) -> SessionRecord:
-        """Return the record of a session. offset: from the manager's clock to Unix seconds."""
+        """Return the record of a session for Redis. offset: seconds from the manager's clock to Unix time."""
         if session is None:
             return SessionRecord(session_id)
         blocks = self._manager.blocks
@@ -435,6 +442,6 @@ class RedisLink(_Link):
         return SessionRecord(session_id, fields, session.last_used + offset, list(zip(*columns, strict=True)))
 
     def reset(self) -> str:
-        """Begin a new namespace for blocks in Redis, and return its name. Nothing stored before is found there."""
+        """Begin a new namespace for blocks in Redis, and return its name. Blocks stored before are not found in it."""
         self._lookups.clear()
         return self.sessions.reset()
