@@ -1,9 +1,9 @@
-"""Share of a conversation's KV repeated by the next prompt, by a chat template's treatment of earlier turns.
+"""Share of a conversation's KV that the next prompt can use again, for several ways to treat earlier messages.
 
     python benchmarks/chat_templates.py MODEL
 
-The templates behave like common ones; the tokenizer is MODEL's. No engine runs: only the first tokens of the next
-prompt count, in full blocks.
+The chat templates behave like common ones; the tokenizer is MODEL's. No engine runs. Tokens at the beginning of a
+prompt that equal those of the prompt and answer before it are counted, in full blocks.
 """
 
 import json
@@ -33,7 +33,7 @@ THINKS = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</thin
 
 
 def chatml(content: str = "{{ m.content }}", before: str = "", ask: str = ASK) -> str:
-    """Template turn for turn. content: expression for a message. before: text ahead of all turns."""
+    """Return a ChatML template. content: Jinja for a message's text. before, ask: Jinja around all messages."""
     return before + "{% for m in messages %}" + TURN.replace("{{ CONTENT }}", content) + "{% endfor %}" + ask
 
 
@@ -89,12 +89,12 @@ def in_channels(message: Message) -> str:
 
 
 def loosely(message: Message) -> str:
-    """Return the message with models' white space."""
+    """Return the text with white space as models write it: two spaces after a full stop, empty lines at the end."""
     return f"{message['content'].replace('. ', '.  ')}\n\n"
 
 
 def called(message: Message) -> str:
-    """Return a tool call as written by the model, in the model's order and with the model's spaces."""
+    """Return the text with its tool call, if any, in JSON without spaces, unlike the template's."""
     if not message.get("tool_calls"):
         return plain(message)
     call = message["tool_calls"][0]["function"]
@@ -103,7 +103,7 @@ def called(message: Message) -> str:
 
 
 def called_alike(message: Message) -> str:
-    """Return a tool call as written by the template."""
+    """Return the text with its tool call, if any, exactly as the template writes it."""
     if not message.get("tool_calls"):
         return plain(message)
     text = json.dumps(message["tool_calls"][0]["function"], ensure_ascii=False)
@@ -123,7 +123,7 @@ def without_thinking(message: Message) -> Message:
 
 
 def within(message: Message) -> Message:
-    """Thinking as a part of the content, as without a reasoning parser."""
+    """Return the message with its thinking as a part of the content, as without a reasoning parser."""
     return without_thinking(message) | {"content": tagged(message)} if "reasoning_content" in message else message
 
 
@@ -133,8 +133,15 @@ def with_white_space(message: Message) -> Message:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """Treatment of a message. name: behaviour of the template, or the client. says: the model's text of a message.
-    sends: the client's message. tools: number of new tools in each turn. has_calls: True if answers follow a tool call.
+    """Treatment of messages by a chat template, a model and a client.
+
+    Args:
+        name: what the template or the client does.
+        template: the chat template.
+        says: returns the text that the model generates for an answer.
+        sends: returns a message as the client sends it in later prompts.
+        tools: number of new tools for each question.
+        has_calls: True if each answer follows a tool call.
     """
 
     name: str
@@ -158,14 +165,16 @@ BEHAVIOURS = (
     Behaviour("tools at the front, one more each turn", chatml(before=TOOLS), plain, tools=1),
     Behaviour("trims answers", TRIMS, loosely, with_white_space),
     Behaviour("makes all white space one space", ONE_SPACE, loosely, with_white_space),
-    Behaviour("tool calls as the model wrote them", CALLS, called_alike, has_calls=True),
-    Behaviour("tool calls written anew", CALLS, called, has_calls=True),
+    Behaviour("tool calls, written by the template as by the model", CALLS, called_alike, has_calls=True),
+    Behaviour("tool calls, written by the template with other spaces", CALLS, called, has_calls=True),
 )
 
 
 class Turn(NamedTuple):
-    """tokens: with KV from the previous turn, in full blocks. kept: number of them at the begin of this turn's prompt.
-    prompt: number of tokens.
+    """Prompt of a model's message, a tool call or an answer.
+
+    tokens: number of tokens of the prompt and message before, in full blocks. kept: number of these at the beginning of
+    this prompt. prompt: number of this prompt's tokens.
     """
 
     tokens: int
@@ -174,7 +183,7 @@ class Turn(NamedTuple):
 
 
 def turns(tokenizer: Any, behaviour: Behaviour, lengths: "Lengths", count: int, block: int) -> Iterator[Turn]:
-    """Each turn but the first."""
+    """Yield the prompts of all of the model's messages but the first."""
     history: list[Message] = []
     before: list[int] = []
     for number, messages in enumerate(conversation(lengths, count, behaviour.has_calls)):
@@ -191,7 +200,7 @@ def turns(tokenizer: Any, behaviour: Behaviour, lengths: "Lengths", count: int, 
 
 
 class Lengths(NamedTuple):
-    """Words of each part."""
+    """Number of words in each part of a conversation."""
 
     system: int = 200
     question: int = 40
@@ -200,7 +209,10 @@ class Lengths(NamedTuple):
 
 
 def conversation(lengths: Lengths, count: int, has_calls: bool) -> Iterator[list[Message]]:
-    """Yield messages turn by turn, a system prompt ahead of the first; with a tool call if `has_calls`."""
+    """Yield the messages from a question to its answer, with a tool call between if `has_calls`.
+
+    The first begin with a system prompt.
+    """
     first = [{"role": "system", "content": text(lengths.system, 0)}]
     for number in range(1, count + 1):
         messages: list[Message] = [{"role": "user", "content": text(lengths.question, number)}]
@@ -229,8 +241,10 @@ def tool(number: int) -> Message:
 
 
 class Result(NamedTuple):
-    """kept: share of a turn's KV, in full blocks, at the begin of the next prompt, on average. last: at the last turn.
-    computed: prompt tokens not found, on average.
+    """Means over the prompts of a conversation.
+
+    kept: share of the KV before, in full blocks, that the prompt can use. last: the same of the last prompt alone.
+    computed: number of prompt tokens that are not kept.
     """
 
     name: str
@@ -251,7 +265,7 @@ def main(
     block_size: Annotated[int, typer.Option(min=1, help="As vLLM's --block-size.")] = 16,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Print a table: the share of a conversation's KV found again in the next turn."""
+    """Print the share of a conversation's KV that the next prompt can use again, as a table or JSON."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -263,7 +277,7 @@ def main(
 
 
 def _print(results: Sequence[Result]) -> None:
-    table = Table("behaviour", "found again", "at the last turn", "tokens computed a turn", box=None)
+    table = Table("behaviour", "used again", "by the last prompt", "tokens computed a prompt", box=None)
     for each in results:
         table.add_row(each.name, f"{each.kept:.1%}", f"{each.last:.1%}", f"{each.computed:.0f}")
     make_console().print(table)

@@ -1,4 +1,4 @@
-"""RoPE, a model's turn of keys by position (Su et al., 2021), done and undone.
+"""RoPE, the rotation of keys by position (Su et al., 2021), done and undone.
 
 A head's first 2n numbers are n pairs. At position p, pair i is turned by p * frequencies[i] radians, and multiplied by
 YaRN's `scale` (Peng et al., 2023). Numbers behind the pairs stay.
@@ -25,7 +25,7 @@ class Rope:
 
     frequencies: radians a token, of each pair.
     scale: of turned pairs.
-    interleaved: True if a pair is two neighbours, False if a pair is number i of each half.
+    interleaved: True if a pair is two neighbours, False if a pair is number i of each half of the 2n numbers.
     """
 
     frequencies: tuple[float, ...]
@@ -41,7 +41,7 @@ class Rope:
         return np.s_[..., :n], np.s_[..., n : 2 * n]
 
     def tables(self, positions: Positions) -> tuple[Floats, Floats]:
-        """Cosines and sines, [tokens, pairs] each, without the scale."""
+        """Return cosines and sines of the angles, [tokens, pairs] each, without the scale."""
         angles = positions[:, None] * np.array(self.frequencies, np.float64)
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
@@ -68,10 +68,9 @@ class Rope:
 
     @classmethod
     def of_config(cls, config: Any, head_dim: int, layer_type: str = "") -> Self | None:
-        """RoPE of a Transformers configuration; None without turns, or if turns depend on the kind of input or a
-        prompt's length.
+        """Return the RoPE of a Transformers configuration. A pair is taken to be number i of each half, as in Llama.
 
-        A configuration does not describe the pairs: they are halves, as in Llama.
+        None for a model without RoPE, and if angles depend on the kind of input (M-RoPE) or on a prompt's length.
 
         Args:
             config: of the text part.
@@ -90,7 +89,7 @@ class Rope:
         if kind not in STEADY or base is None or "mrope_section" in parameters:
             return None
         share = parameters.get("partial_rotary_factor") or 1.0
-        if kind == "proportional":  # pairs of the whole head, without turns for the last
+        if kind == "proportional":  # pairs of the whole head; those from `turned` on stay as they are
             pairs, turned = np.arange(head_dim // 2, dtype=np.float64), int(share * head_dim // 2)
             found = float(base) ** (-2 * pairs / head_dim) / parameters.get("factor", 1.0) * (pairs < turned)
             return cls(tuple(map(float, found)))

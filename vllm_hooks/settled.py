@@ -1,4 +1,8 @@
-"""Choice of an engine's codec, made once before vLLM starts processes, so that all of them have the same."""
+"""Choice of an engine's codec, made before vLLM starts processes, so that all of them have the same.
+
+Calibrated codecs need a profile: a file of transforms and tables for one model, made by `manthan calibrate` or from the
+prompts of a running server.
+"""
 
 import logging
 import subprocess
@@ -24,8 +28,8 @@ logger = logging.getLogger("vllm.manthan")
 
 ASKED, DIGEST, FAULT = "manthan_codec_asked", "manthan_profile_digest", "manthan_kernel_fault"
 CALIBRATES = "manthan_profile_to_make"
-"""Keys in the settings that vLLM hands to its processes: the codec as configured, the profile's digest, why kernels
-cannot be compiled, and the path of a profile to make from traffic; each empty if there is none."""
+"""Keys in the settings that vLLM hands to its processes. Values: the codec as configured; the digest of its profile; why
+kernels cannot be compiled; and the path of a profile to make from prompts. Without such a thing a value is empty."""
 PROBE_S = 60.0
 """Most seconds to compile a kernel, to see if the compiler works."""
 PROBE = """
@@ -42,7 +46,10 @@ AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
 
 
 def settle_codec(vllm_config: "VllmConfig") -> None:
-    """Choose codec and profile, and write them into the settings. May be called again. Raises ConfigError."""
+    """Choose codec and profile, and write them into the settings. Raises ConfigError.
+
+    A second call begins again from the codec as configured.
+    """
     extra, model, parallel = settings(vllm_config), vllm_config.model_config, vllm_config.parallel_config
     asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
     if FAULT not in extra:
@@ -52,7 +59,7 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
     if fault and extra[EXTRA_KEY]["tiers"]["kind"] == "device":
         raise ConfigError(f"tiers.kind is device, but this GPU's kernels cannot be compiled ({fault}): use host")
     if fault:
-        logger.warning("Manthan: codec exact is used, on the CPU, for this GPU's kernels cannot be compiled: %s", fault)
+        logger.warning("Manthan: codec exact is used, on the CPU, because kernels cannot be compiled: %s", fault)
     if fault or is_packed(vllm_config.cache_config):
         kept = asked.model_copy(update=AS_THEY_ARE | ({"backend": "numpy"} if fault else {}))
         extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": kept.model_dump(mode="json")}
@@ -62,7 +69,7 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
         why = ", but --speculative-config has a draft, whose layers a profile does not know: use"
         asked = without_profile(asked, why)
     if (stages := parallel.pipeline_parallel_size) > 1:
-        why = f", but --pipeline-parallel-size is {stages}, and a profile is of all layers: use"
+        why = f", but --pipeline-parallel-size is {stages}, and a profile has all layers: use"
         asked = without_profile(asked, why)
     ranks = parallel.tensor_parallel_size
     chosen = choose_codec(asked, model.model, ranks, has_latents=model.use_mla, revision=model.revision)
@@ -85,13 +92,14 @@ def _calibrates(vllm_config: "VllmConfig", codec: CodecConfig) -> str:
     cache = vllm_config.cache_config.cache_dtype
     reasons = {
         "codec.guard is false": not codec.guard,
-        "there is neither a CPU nor a CUDA GPU": not (current_platform.is_cpu() or current_platform.is_cuda()),
-        "a GPU's queries are quantized for an fp8 cache": current_platform.is_cuda() and cache.startswith("fp8"),
+        "vLLM runs neither on a CPU nor on a CUDA GPU": not (current_platform.is_cpu() or current_platform.is_cuda()),
+        "attention may quantize queries for an fp8 cache on a GPU": current_platform.is_cuda()
+        and cache.startswith("fp8"),
         "there are several ranks": parallel.world_size > 1,
         "other engines on the same Redis would lack the profile": extra["tiers"]["kind"] == "redis",
-        "not all of the cache is keys and values of all tokens": model.use_mla or model.is_hybrid,
-        "compressed blocks are sealed": bool(extra["sealing"]["key_file"]),
-        "the model's weights are in no files": not has_weights(model.model, model.revision),
+        "the model has latents (MLA) or recurrent states": model.use_mla or model.is_hybrid,
+        "sealing.key_file is set, and a profile would not be sealed": bool(extra["sealing"]["key_file"]),
+        "no files with the model's weights were found": not has_weights(model.model, model.revision),
     }
     if why := next((reason for reason, holds in reasons.items() if holds), ""):
         logger.info("Manthan: no profile is made from traffic, because %s", why)
@@ -101,9 +109,10 @@ def _calibrates(vllm_config: "VllmConfig", codec: CodecConfig) -> str:
 
 @cache
 def kernel_fault() -> str:
-    """Return the reason why kernels cannot be compiled for this machine's first GPU; empty if they can.
+    """Return why kernels cannot be compiled for this machine's first GPU; empty if they can, or are not needed.
 
-    The compiler runs in a separate process: vLLM forks the engine, and after the compiler ran a fork cannot use CUDA.
+    The compiler runs in a separate process, because vLLM may fork its processes from this one, and a process that is
+    forked after a compilation cannot use CUDA.
     """
     from vllm.platforms import current_platform
 
@@ -126,22 +135,27 @@ def _compiled(architecture: str) -> str:
         return f"the compiler did not end in {PROBE_S:g} s"
     except OSError as error:
         return f"{type(error).__name__}: {error}"
-    return " ".join(done.stderr.split()) or f"its exit status is {done.returncode}" if done.returncode else ""
+    return (
+        " ".join(done.stderr.split()) or f"the compiler's exit status is {done.returncode}" if done.returncode else ""
+    )
 
 
 def without_profile(asked: CodecConfig, why: str) -> CodecConfig:
     """Return the codec to use when no profile can be used. Raises ConfigError if the configuration requires one.
 
-    why: completes the sentence "codec.profile is X ... auto or wht-5x", from the comma to "use".
+    why: part of the message "codec.profile is X, but …: use codec.name auto or wht-5x", from the comma to "use".
     """
     if needs_profile(asked.name) or asked.profile:
         what = f"codec.profile is {asked.profile}" if asked.profile else f"codec.name is {asked.name}"
-        raise ConfigError(f"{what}{why} {AUTO} or {PLAIN}")
+        raise ConfigError(f"{what}{why} {'no profile, and codec.name ' if asked.profile else ''}{AUTO} or {PLAIN}")
     return asked.model_copy(update={"name": PLAIN if asked.name == AUTO else asked.name})
 
 
 def settled_profile(vllm_config: "VllmConfig") -> Profile | None:
-    """Return the codec's profile; None without a profile. Raises ConfigError if the file changed since the start."""
+    """Return the codec's profile; None without one.
+
+    Raises ConfigError if the file cannot be loaded, or has changed since `settle_codec`.
+    """
     extra = settings(vllm_config)
     if not (digest := extra.get(DIGEST)):
         return None
@@ -151,5 +165,5 @@ def settled_profile(vllm_config: "VllmConfig") -> Profile | None:
     except ProfileError as error:
         raise ConfigError(str(error)) from None
     if profile.digest != digest:
-        raise ConfigError(f"the profile {path} was changed while the engine started: start it again.")
+        raise ConfigError(f"the profile {path} was changed while the engine started: start the engine again.")
     return profile

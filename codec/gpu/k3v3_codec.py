@@ -1,4 +1,4 @@
-"""`manthan.codec.k3v3` by CUDA kernels: the same bytes as the CPU's, and the same numbers."""
+"""`manthan.codec.k3v3` by CUDA kernels. It encodes to the CPU's bytes, and decodes to the CPU's numbers."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,7 +17,11 @@ SOURCES = ("common.cu", "k3v3.cu", "exact.cu", "seal.cu")
 
 
 class K3v3Plan(NamedTuple):
-    """Arguments of the kernels for blocks of a form. coded: None if all tokens are exact. seal: launched last."""
+    """Arguments of the kernels for blocks with the same number of exact tokens, which are stored bit for bit.
+
+    exact: jobs for these. coded: job for all further tokens; None without any. seal: job that writes or checks the
+    checksum.
+    """
 
     exact: list[Job]
     coded: Job | None
@@ -54,11 +58,11 @@ class K3v3PagedCodec(PagedCodec):
             self._launch_coded("decode", plan.coded, batch, codes)
 
     def _launch_coded(self, name: str, job: Job, batch: Batch, codes: torch.Tensor) -> None:
-        """A warp for each vector."""
+        """Launch a kernel with a warp for each vector."""
         self._launch(name, job, batch, codes, job.kinds * job.layers * job.heads * job.tokens)
 
     def _launch(self, name: str, job: Job, batch: Batch, codes: torch.Tensor, warps: int) -> None:
-        """Launch a kernel. warps: the most useful warps for a block of the batch."""
+        """Launch a kernel. warps: largest number of warps that have work in a block of the batch."""
         of_batch = job.of(batch, codes)
         self._kernels.launch(name, of_batch, of_batch.n * warps)
 

@@ -90,7 +90,7 @@ def test_a_profile_that_changes_while_the_engine_starts_is_refused(tiny_profile:
     config = configured(name="klt-8x", profile=str(path))
     made = Profile.load(path)
     Profile.of(replace(made.info, text="another"), made.ranks).save(path)
-    with pytest.raises(ConfigError, match="was changed while the engine started: start it again"):
+    with pytest.raises(ConfigError, match="was changed while the engine started: start the engine again"):
         settled_profile(config)
     path.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):

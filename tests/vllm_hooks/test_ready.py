@@ -54,7 +54,7 @@ def test_a_gpu_whose_kernels_cannot_be_compiled_keeps_blocks_exact(
     settled.kernel_fault.cache_clear()
     config = gpu.kv_transfer_config.kv_connector_extra_config[EXTRA_KEY]
     assert (config["codec"]["name"], config["codec"]["backend"]) == (EXACT, "numpy")
-    expected = "Manthan: codec exact is used, on the CPU, for this GPU's kernels cannot be compiled: "
+    expected = "Manthan: codec exact is used, on the CPU, because kernels cannot be compiled: "
     assert said == [expected + reason]
     monkeypatch.setattr(settled, "kernel_fault", lambda: pytest.fail("it is known"))
     with warnings() as said:
@@ -71,4 +71,4 @@ def test_a_compiler_that_hangs_or_dies_is_a_fault(monkeypatch: pytest.MonkeyPatc
     assert settled._compiled("sm_90") == "the compiler did not end in 0.2 s"
     monkeypatch.setattr(settled, "PROBE_S", 60.0)
     monkeypatch.setattr(settled, "PROBE", "import os; os._exit(1)")
-    assert settled._compiled("sm_90") == "its exit status is 1"
+    assert settled._compiled("sm_90") == "the compiler's exit status is 1"

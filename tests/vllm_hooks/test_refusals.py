@@ -132,7 +132,7 @@ def test_a_profile_is_of_all_layers() -> None:
     with pytest.raises(ConfigError) as refused:
         EngineArgs(MODEL, kv_transfer_config=transfer, pipeline_parallel_size=2).create_engine_config()
     assert str(refused.value) == (
-        "codec.name is klt-8x, but --pipeline-parallel-size is 2, and a profile is of all layers: use auto or wht-5x"
+        "codec.name is klt-8x, but --pipeline-parallel-size is 2, and a profile has all layers: use auto or wht-5x"
     )
 
 

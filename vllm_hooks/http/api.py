@@ -1,6 +1,7 @@
-"""HTTP API: shows and steers sessions below /manthan, on vLLM's server and behind the server's API key.
+"""HTTP API below /manthan, on vLLM's server and behind its API key if it has one: shows and steers sessions.
 
-Each request asks all engine cores at once; several cores are data-parallel. A session belongs to one core.
+A session is a conversation: the requests with one session id, whose KV is kept together. A question goes to all engine
+cores at once; there are several if the engine is data-parallel, and a session may be known to some of them.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ EVERY_S, RARELY, MOST_OFTEN = 2.0, 3, 100
 """Seconds between two rounds of `/changes`. Costly questions, such as a page of more than MOST_OFTEN sessions, are
 asked in every third round only."""
 HOLDERS = 5
-"""Number of sessions in the events `hot_bytes` and `cold_bytes`: those with the most bytes there."""
+"""Number of sessions in the events `hot_bytes` and `cold_bytes`: those with the most bytes in the pool, or in tiers."""
 NO_FILTER = {"state": None, "tenant": None, "tier": None, "pinned": None, "prefix": "", "offset": 0}
 Question: TypeAlias = Callable[[], Awaitable[Sessions | EngineState]]
 """Function that asks the engine cores for what an event of `/changes` shows."""
@@ -56,9 +57,9 @@ STATUSES = {
 }
 OF_ONE = {404: "There is no such session, or it is another tenant's."}
 STEERED = OF_ONE | {
-    403: "A page of another site asks, and the server has no API key.",
+    403: "The server has no API key, and another site's page asks, or the request's `Host` is not one of its names.",
     409: "Not possible now.",
-    503: "The engine is dead, or sleeps.",
+    503: "The engine is dead, sleeps, or does not answer.",
 }
 
 
@@ -114,14 +115,14 @@ def _mistake(first: Mapping[str, Any]) -> ApiError:
 
 def make_router(args: Namespace) -> APIRouter:
     """Return the routes below /manthan. args: the flags of `vllm serve`."""
-    shown = [Depends(HTTPBearer(auto_error=False))]  # only for the schema: `Gate` checks the key
+    shown = [Depends(HTTPBearer(auto_error=False))]  # only for the schema: middleware checks the key
     router = APIRouter(
         prefix=PREFIX, tags=["manthan"], dependencies=shown, route_class=ManthanRoute, responses=_errors(STATUSES)
     )
     header = from_vllm_config(args).tenants.header
 
     def bound_by(request: Request) -> str | None:
-        """Tenant in the request's header: the request sees only this tenant's sessions. None without the header."""
+        """Return the tenant that the header names, to whose sessions the request is bound; None without a header."""
         if not header or header not in request.headers:
             return None
         try:
@@ -156,7 +157,7 @@ def make_router(args: Namespace) -> APIRouter:
         "/changes",
         response_class=Changes,
         status_code=200,
-        summary="Stream the state and a list as they change (events)",
+        summary="Stream the state and a list of sessions as they change, as server-sent events",
     )
     async def changes(request: Request, bound: Bound, asked: Annotated[SessionQuery, Query()]) -> Changes:
         async def page(**of: Any) -> Sessions:
@@ -175,7 +176,7 @@ def make_router(args: Namespace) -> APIRouter:
     @router.get(
         "/config",
         response_model=dict[str, models.Setting],
-        responses=_errors({403: "A tenant asks."}),
+        responses=_errors({403: f"The request names a tenant, or: {STATUSES[403]}"}),
         summary="Show the configuration as it was resolved",
     )
     async def config(bound: Bound) -> Any:
@@ -203,7 +204,7 @@ def make_router(args: Namespace) -> APIRouter:
 
     add("evict", "Have a session go cold now, as if it were idle for long enough", 202, models.Nothing)
     add("prefetch", "Restore a session when there is room", 202, models.Nothing)
-    add("expect", "Announce the return of a session's client, or the awaited tool", 200, models.Expect, ...)
+    add("expect", "Announce when a session's client returns, or which tool it waits for", 200, models.Expect, ...)
     add("pin", "Keep a session's compressed blocks when others are dropped", 200, models.Pin)
     add("unpin", "End a pin", 200, models.Nothing)
     add("release", "Forget a session, and erase its blocks", 200, models.Nothing)
@@ -222,7 +223,7 @@ class Changes(StreamingResponse):
 async def told(parts: Mapping[str, tuple[int, Question]]) -> AsyncIterator[str]:
     """Yield server-sent events: each part when it has changed, and `now` at the end of each round.
 
-    parts: by name of the event, the number of rounds between two questions, and the question.
+    An event `error` is the last. parts: name of the event to (n, question), which is asked in every n-th round.
     """
     last: dict[str, BaseModel] = {}
     try:
@@ -265,7 +266,7 @@ async def ask_all(client: Any, what: str, asked: dict[str, Any]) -> list[Answer]
 
 
 async def list_sessions(client: Any, asked: dict[str, Any]) -> Answer:
-    """Return a page of all cores' sessions, as JSON of `Sessions`; see `ask_all`."""
+    """Return a page of all cores' sessions, with the fields of `Sessions`; see `ask_all`."""
     offset, limit = asked["offset"], asked["limit"]
     answers = await ask_all(client, "sessions", asked)
     if len(answers) == 1:
@@ -277,8 +278,8 @@ async def list_sessions(client: Any, asked: dict[str, Any]) -> Answer:
 async def ask_about(client: Any, what: str, asked: dict[str, Any]) -> Answer:
     """Show a session or act on it, in each core that has it; see `ask_all`.
 
-    Return the answer of the core that used the session last, with the core's number as `engine`. Raises ApiError: also
-    404 if no core has the session, and else 409 or 503 if each core that has it refuses.
+    Return the answer of the core that used the session last, with the core's index as `engine`. Raises ApiError as
+    `ask_all` does; 404 if no core has the session; 409 or 503 if all cores that have it refuse.
     """
     answers = await ask_all(client, what, asked)
     known = [answer | {"engine": engine} for engine, answer in enumerate(answers) if "refused" not in answer]
@@ -289,7 +290,7 @@ async def ask_about(client: Any, what: str, asked: dict[str, Any]) -> Answer:
 
 
 def together(answers: Sequence[Answer], offset: int, limit: int, descending: bool) -> Answer:
-    """Return a page of all cores' sessions, from the first `offset + limit` sessions of each core, sorted."""
+    """Return a page of all cores' sessions, from each core's first `offset + limit`, which are sorted already."""
     rows = [
         [(key, shown | {"engine": engine}) for key, shown in zip(answer["keys"], answer["sessions"], strict=True)]
         for engine, answer in enumerate(answers)
@@ -300,7 +301,10 @@ def together(answers: Sequence[Answer], offset: int, limit: int, descending: boo
 
 
 def summed(answers: Sequence[Answer]) -> Answer:
-    """Return the sum of several cores' states. Settings are the same in all cores, and come from the first."""
+    """Return several cores' states as one: sums of numbers, all orders in turn, and the first core's settings.
+
+    The store is up if it is up in all cores.
+    """
     first = answers[0]
     if len(answers) == 1:
         return first
