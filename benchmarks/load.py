@@ -60,7 +60,7 @@ def load(
     said: Annotated[int, typer.Option(min=1, help="Tokens that a later turn adds.")] = 128,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
     think: Annotated[float, typer.Option(min=0, help="Seconds between an answer and the next turn.")] = 15,
-    thinking: Annotated[Thinking, typer.Option(help="All thinking times equal, or exponentially distributed.")] = Thinking.fixed,
+    thinking: Annotated[Thinking, typer.Option(help="Distribution of the thinking times.")] = Thinking.fixed,
     arrive: Annotated[
         float | None, typer.Option(min=0, help="Seconds within which all chats begin; default: twice --think.")
     ] = None,

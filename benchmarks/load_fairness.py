@@ -33,8 +33,8 @@ TOGETHER_MS = 0.5
 def three_loads(made: Made, pool_blocks: int, block_size: int, positions: int) -> dict[str, Made]:
     """Return three loads with about as many requests as `made`, in the same time, by name.
 
-    FITS: fewer chats with more turns, which fit the pool. STRANGERS: chats of one turn. OUTGROWS: the chats of `made`,
-    which do not fit.
+    FITS: chats that fit the pool, with the number of turns that makes most requests. STRANGERS: chats of one turn.
+    OUTGROWS: the chats of `made`, which do not fit.
 
     Args:
         positions: Most tokens of a prompt with the answer.
