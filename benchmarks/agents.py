@@ -1,9 +1,9 @@
 """Number of concurrent agents that a server can serve, with plain vLLM, vLLM's offload and Manthan.
 
 An arm is one of these systems. Each arm is measured as `vllm serve`, in turn, with the same KV pool and the same bytes
-outside the pool. An agent goes through sessions of a trace, and pauses after each answer as long as the trace did
-between two requests. From some number of agents on, their sessions outgrow the arm's memory. Whole prompts are then
-computed again before each first token: the cliff.
+outside the pool. An agent goes through sessions of a trace. After each answer it pauses like the trace between two
+requests. From some number of agents on, called the cliff, their sessions outgrow the arm's memory: whole prompts are
+computed again, and waits for the first token get long.
 
     manthan bench agents TRACE [--agents 16,32,48] [--arms plain,offload,host] [--codecs wht-5x] [--out FOLDER]
     manthan bench agents made-up
@@ -41,7 +41,7 @@ def agents(
     files: Annotated[list[Path] | None, typer.Argument(help="With --plot-only: further reports.")] = None,
     agents: Annotated[str, typer.Option(help="Numbers of agents; default: 4,8,16, on a GPU 8,16,32,48.")] = "",
     arms: Annotated[str, typer.Option(help="As for `load`; default: plain, host; on a GPU plain, offload, host.")] = "",
-    codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,
+    codecs: Annotated[str, typer.Option(help="Codecs of Manthan's arms, with commas between.")] = DEFAULT,
     shrink: Annotated[float, typer.Option(min=0, help="Divisor of the tokens; 0: 64, on a GPU 4.")] = 0,
     faster: Annotated[float, typer.Option(min=0, help="Divisor of the pauses; 0: 10, on a GPU 1.5.")] = 0,
     copies: Annotated[int, typer.Option(min=1, help="Copies of each session, for more agents than sessions.")] = 1,
@@ -54,7 +54,7 @@ def agents(
     pool: Annotated[str, typer.Option(help="KV pool, such as 24GiB; default: 36MiB, on a GPU 24GiB.")] = "",
     memory: Annotated[str, typer.Option(help="Bytes outside the pool, such as 24GiB; default: as the pool.")] = "",
     idle_after: Annotated[float, typer.Option(min=0, help="Manthan's idle.after_s.")] = 2,
-    manthan: Annotated[str, typer.Option(help="Further keys of Manthan's, as YAML.")] = "",
+    manthan: Annotated[str, typer.Option(help="Further configuration of Manthan, as YAML.")] = "",
     model: ModelFolder = None,
     shape: ModelShape = DEFAULT_SHAPE,
     profile: ModelProfile = None,

@@ -1,7 +1,7 @@
 """Results of the agents' benchmark: a table, each arm's cliff, and a plot.
 
-An arm is a measured system, such as plain vLLM. The cliff is the number of agents from which p90 is above a bound.
-A return is a request that continues a session.
+An arm is a measured system, such as plain vLLM. A return is a request that continues a session. An arm's cliff is the
+most agents with which the p90 of returns' times to the first token is within a bound.
 """
 
 import math
@@ -33,14 +33,14 @@ class Point:
     Args:
         returns: number of answered requests that continued a session.
         first_s: the returns' seconds to the first token, by quantile.
-        spread: by quantile, least and most seconds of a repeat; empty for a single repeat.
+        spread: by quantile, least and most of the repeats' own quantiles; empty for a single repeat.
         found: share of the returns' prompt tokens that were not computed.
         possible: share of the returns' prompt tokens known from an earlier request of the session.
         kept: number of returns that found at least KEPT_SHARE of their possible tokens.
-        divergence: mean of all restored blocks, in nats; NaN for codecs without levels, see `divergence` below.
+        divergence: mean KL divergence in nats for the levels of restored blocks; see `divergence` below.
         unfair: the slowest agent's mean time to the first token, divided by the median of all agents' means.
         alive_nbytes: bf16 bytes of all agents' last prompts together, the mean of the repeats.
-        errors: number of unanswered requests, of first prompts and of the time before all agents began too.
+        errors: number of unanswered requests, of all requests and not of returns only.
     """
 
     arm: str
@@ -58,7 +58,7 @@ class Point:
 
 
 def points_of(report: dict[str, Any]) -> list[Point]:
-    """Return a point for each arm and number of agents, the fewest agents first. Repeats of other seeds are joined."""
+    """Return a point for each arm and number of agents, the fewest agents first. Repeats are joined."""
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for run in report["runs"]:
         for agents, point in run["points"].items():
@@ -68,10 +68,9 @@ def points_of(report: dict[str, Any]) -> list[Point]:
 
 
 def divergence(counters: Sequence[dict[str, float]]) -> float:
-    """Return the mean divergence of restored blocks in nats; NaN if no block has a level.
+    """Return the mean KL divergence in nats for restored blocks, by repeats' metrics; NaN if no block has a level.
 
-    A calibrated codec's block has a level: the number of refinements kept, and LEVELS has its expected divergence.
-    counters: a server's metrics, of each repeat.
+    A calibrated codec's block has a level, the number of its refinements kept. LEVELS has its divergence.
     """
     counts = [
         sum(each.get(f"manthan_restored_levels_total{{{n}}}", 0) for each in counters) for n in range(len(LEVELS))

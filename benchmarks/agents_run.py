@@ -47,10 +47,7 @@ RAMP_SHARE = 1 / 3
 
 
 class Plan(NamedTuple):
-    """agents: for each number of agents, each agent's first session. seconds: of a measurement, with ramp_s.
-
-    ramp_s: seconds within which all agents begin.
-    """
+    """Each agent's first session by number of agents. All agents begin in the first ramp_s of a run's seconds."""
 
     agents: dict[int, list[Chat]]
     seconds: float

@@ -49,7 +49,7 @@ class Scale:
 class Prompt(Sequence[int]):
     """Prompt whose random token ids are made on demand.
 
-    blocks: number of each block of the trace, which is the seed of its tokens. rest: count of tokens after the blocks.
+    blocks: a number for each block, the seed of its tokens. rest: count of further tokens, with seed rest_seed.
     """
 
     blocks: tuple[int, ...]
@@ -127,8 +127,8 @@ def sessions_of(trace: Trace, scale: Scale, half: int | None = None, copies: int
 def _names(requests: Sequence[TracedRequest]) -> Iterator[str]:
     """Yield the name of each request's session.
 
-    Without a name in the trace, a request belongs to the session with the longest prompt that its own prompt continues.
-    A prompt of one full block is not continued, because the block may be a common system prompt.
+    A request without a name in the trace belongs to the session whose prompt it continues, or else to a new session. A
+    prompt of one full block is not continued, because the block may be a common system prompt.
     """
     ends: dict[bytes, str] = {}
     for number, request in enumerate(requests):
@@ -161,9 +161,8 @@ def _turns(
 def agents_of(sessions: Sequence[Chat], agents: int, seconds: float, ramp_s: float, seed: int) -> list[Chat]:
     """Return each agent's first session, linked by `then` to the later ones.
 
-    An agent begins at a random turn of its first session, of those after which the pauses last `seconds` or longer. If
-    there is none, it begins at the first. The agents begin evenly within `ramp_s`. Raises BadParameter for more agents
-    than sessions.
+    An agent begins at a random turn of its first session, of those after which the pauses last `seconds` or longer; or
+    else at the first. Agents begin evenly within `ramp_s`. Raises BadParameter for more agents than sessions.
     """
     if agents > len(sessions):
         raise typer.BadParameter(

@@ -44,10 +44,7 @@ class ArmError(RuntimeError):
 
 @dataclass(frozen=True)
 class Arm:
-    """Engine to measure. measurement: name of a function of the script. parameters: keyword arguments of the function.
-
-    env: variables on top of this process's.
-    """
+    """Engine, the name of a measurement that its script knows, and the measurement's keyword arguments."""
 
     name: str
     measurement: str
@@ -68,10 +65,7 @@ def chosen_profile(given: Path | None, model: Path, stack: contextlib.ExitStack)
 
 
 def run_arm(script: Path, arm: Arm, log: Path, step: Callable[[str], None], timeout_s: float) -> dict[str, Any]:
-    """Run `script --job FILE` and return the measurement's result. Raises ArmError.
-
-    step: called with the text of each step. timeout_s: for the whole process.
-    """
+    """Run `script --job FILE` and return the measurement's result. Call `step` for each step. Raises ArmError."""
     with tempfile.TemporaryDirectory() as folder:
         job, report = Path(folder, "job.json"), Path(folder, "report.jsonl")
         report.touch()
@@ -170,10 +164,7 @@ def _telling(console: Console, arm: str) -> Iterator[Callable[[str], None]]:
 
 
 def tell_codec(log: Path, console: Console) -> None:
-    """Print the codec that the engine of this log used, if it had Manthan.
-
-    Manthan's guard measures the configured codec's loss, and may choose a finer codec. Its verdict is printed too.
-    """
+    """If the engine of this log had Manthan, print its codec, and the verdict of the guard, which may change it."""
     if said := codec_used(log):
         console.print(f"    {said}", soft_wrap=True, markup=False)
 
@@ -267,10 +258,7 @@ def run_jobs(
     """Run each job in turn and return the report. It is written after each job, so that results outlive a broken run.
 
     Ctrl-C or SIGTERM ends the run; the report then has the finished jobs. If there is none, the exception is raised.
-
-    Args:
-        jobs: by name of an arm, a function that measures the arm and returns an entry of the report's `runs`.
-        about: further keys of the report.
+    A job measures an arm and returns an entry of the report's `runs`. about: further keys of the report.
     """
     runs: list[dict[str, Any]] = []
     errors: dict[str, str] = {}
@@ -308,7 +296,7 @@ def read_report(path: Path, benchmark: str) -> dict[str, Any]:
 def merge_reports(
     files: Sequence[Path], benchmark: str, alike: Sequence[str], key: Callable[[dict[str, Any]], Hashable]
 ) -> dict[str, Any]:
-    """Return the first report with the runs of all. Of runs with an equal `key`, the last is kept.
+    """Return the first report with the runs of all files. Of runs with an equal `key`, the last is kept.
 
     alike: keys whose values must be equal in all reports, as the machines must. Raises BadParameter if they differ.
     """

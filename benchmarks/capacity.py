@@ -33,7 +33,7 @@ def capacity(
         ),
     ] = "",
     budgets: Annotated[str, typer.Option(help="Sizes with commas between, such as 64MiB,128MiB.")] = "",
-    codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,
+    codecs: Annotated[str, typer.Option(help="Codecs of Manthan's arms, with commas between.")] = DEFAULT,
     profile: Annotated[
         Path | None, typer.Option(help="Profile of the model, for codecs that need one, or `made-up`; no guard then.")
     ] = None,

@@ -20,7 +20,7 @@ from manthan.codec.registry import codec_names, needs_profile
 
 PLAIN, OFFLOAD = "plain", "offload"
 WHOLE = "whole"
-"""Like host, but a full tier drops whole blocks only. Host first cuts refinements off a calibrated codec's blocks."""
+"""Like host, but a full tier drops whole blocks. Host first cuts off refinements, which make a block more exact."""
 OURS = ("host", WHOLE, "device", "redis", "tiered")
 ARMS = (PLAIN, OFFLOAD, *OURS)
 ON_GPU_ONLY = (OFFLOAD, "device")
@@ -44,9 +44,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class CapacityArm:
-    """System to measure. kind: one of ARMS. codec: empty without Manthan. longest: most tokens of prompt and answer.
+    """System to measure. kind: one of ARMS. codec: empty without Manthan. flags: further arguments of `vllm serve`.
 
-    manthan: its configuration; None for an arm without Manthan. eager: see Served.flags.
+    longest: most tokens of a prompt with its answer. manthan: its configuration, or None. eager: see Served.flags.
     """
 
     kind: str

@@ -33,8 +33,7 @@ class Found:
     came, kept: numbers of sessions in the round with most kept. nbytes: of a kept session, compressed or bf16. kept_ms,
     recomputed_ms: times to first token of kept returns, and of returns with at most RECOMPUTED_SHARE found. right:
     number of right answers, of the `asked` checked ones. failures: number of blocks not stored or not restored.
-    divergence: upper bound of the mean in nats, over kept sessions' blocks outside the pool; NaN for codecs without
-    refinements.
+    divergence: upper bound of the mean KL divergence in nats for kept sessions' blocks outside the pool, or NaN.
     """
 
     arm: str
@@ -151,13 +150,13 @@ def where_table(report: dict[str, Any]) -> Table:
     """Return a table of where KV is, with up to three lines for each run of an arm with Manthan.
 
     The first line is the last round, before any session returned. The other lines are of a further round, with as many
-    sessions as had KV then: before any session returned, and after each returned once.
+    sessions as that KV is enough for: before any session returned, and after each returned once.
     """
     table = Table(title="Where KV is, MiB of bf16 (sessions)", box=SIMPLE, pad_edge=False, collapse_padding=True)
     table.caption = (
-        "Of each arm, the first line is the run above; the others are one more run, with as many sessions as "
+        "An arm's first line is of the table above; its others are of a further round, with as many sessions "
     )
-    table.caption += "there was KV of, before any returned and after each returned once."
+    table.caption += "as that KV is enough for: before any returned, and after each returned once."
     for header in ("memory", "", "came", "returned"):
         table.add_column(header, justify="right" if header in ("memory", "came") else "left")
     for header in (
@@ -194,7 +193,7 @@ def _size(nbytes: int) -> str:
 
 
 def draw(report: dict[str, Any], found: Sequence[Found]) -> Any:
-    """Draw kept sessions against memory, or against all sessions if no budget is known; and times of returns."""
+    """Draw kept sessions by budget, or by sessions that came if no budget is known; and the returns' times."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5), layout="constrained")
@@ -249,10 +248,7 @@ def _draw_levels(axes: Any, runs: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_latency(axes: Any, found: Sequence[Found], colors: dict[str, str]) -> None:
-    """Draw p50, p95 and p99 of each arm's kept returns in all budgets, and of recomputed returns.
-
-    The recomputed returns are plain vLLM's, or those of the only arm.
-    """
+    """Draw p50, p95 and p99 of each arm's kept returns in all budgets, and of plain vLLM's or the only arm's others."""
     rows = {arm: [ms for one in found if one.arm == arm for ms in one.kept_ms] for arm in colors}
     again = [ms for one in found if one.arm == PLAIN or len(rows) == 1 for ms in one.recomputed_ms]
     rows |= {"recomputed": again}

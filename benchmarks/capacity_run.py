@@ -46,7 +46,7 @@ CPU_BUDGETS, GPU_BUDGETS = "64MiB,128MiB,256MiB", "6GiB,12GiB,24GiB"
 FULL_SHARE = 0.8
 """If at most this share of a round's sessions is kept, no larger round follows."""
 STILL_S = MANTHAN["idle"] + 1.0
-"""Seconds without change that end the wait for idle sessions to be saved. The tier has no room for the remaining."""
+"""Seconds without change that end the wait for idle sessions to be saved. The tier has no room for the rest."""
 PAGE = 500
 
 
@@ -71,10 +71,7 @@ class Return:
 
 @dataclass(frozen=True)
 class Asker:
-    """Sends sessions' prompts to a server. make: returns the session of an index.
-
-    is_ours: True if the server is known to have Manthan. bar: shows the progress.
-    """
+    """Sends sessions' prompts to a server. make: returns the session of an index. is_ours: True with Manthan."""
 
     endpoint: Endpoint
     make: Callable[[int], Session]
@@ -103,10 +100,9 @@ class Asker:
         }
 
     def twice(self, first: int, count: int) -> list[dict[str, Any]]:
-        """Return where KV is after all sessions came, and after each returned once.
+        """Return where KV is after all sessions came, and after each returned once; each with the sessions kept next.
 
-        Each of the two has the sessions kept at their next return. They return in the order of their last use, latest
-        first.
+        The sessions return twice, in the order of their last use, latest first.
         """
         self.bar.begin(f"{count} sessions come and return twice", 3 * count)
         indices = range(first, first + count)
@@ -182,10 +178,8 @@ def where_held(sessions: Sequence[dict[str, Any]], kept: set[str], full_blocks: 
         full_blocks: Number of full blocks of a session's prompt.
 
     Returns:
-        computed: Resident blocks of kept sessions that vLLM computed.
-        both: Computed blocks that also have a compressed copy in the tier.
-        decoded: Resident blocks of all sessions that were decoded.
-        saved: Compressed blocks of all sessions in the tier.
+        computed: Resident, computed blocks of kept sessions. both: The computed blocks that the tier has too.
+        decoded: Resident, decoded blocks of all sessions. saved: Compressed blocks of all sessions in the tier.
     """
     found = Counter(computed=0, both=0, decoded=0, saved=0)
     for session in sessions:
@@ -199,7 +193,7 @@ def where_held(sessions: Sequence[dict[str, Any]], kept: set[str], full_blocks: 
 
 
 def divergence(sessions: Sequence[dict[str, Any]], kept: set[str]) -> float | None:
-    """Return the mean divergence in nats of kept sessions' blocks outside the pool; None without such blocks.
+    """Return the mean KL divergence in nats for kept sessions' blocks outside the pool; None without such blocks.
 
     LEVELS has the divergence of each number of refinements that a block may have. Codecs without refinements give None.
     All blocks of a session count like its coarsest, so the mean is an upper bound.
@@ -343,10 +337,7 @@ def run_given(options: Namespace, console: Console) -> dict[str, Any]:
 
 
 def make_for(endpoint: Endpoint, options: Namespace, tokens: int) -> Callable[[int], Session]:
-    """Return a function that makes the session of an index.
-
-    Answers can be checked if the model's folder is on this machine; without it prompts are random token ids.
-    """
+    """Return a function from an index to a session: of random token ids, or lookups if the model's folder is known."""
     root = options.model or Path(str(endpoint.about().get("root", "")))
     longest = endpoint.about().get("max_model_len")
     if longest and tokens + SPARE_POSITIONS > longest:

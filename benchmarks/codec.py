@@ -38,10 +38,7 @@ BLOCKS = 8
 
 @dataclass(frozen=True)
 class Result:
-    """Speed of an operation. tokens: number of tokens in a block. gb_s: GB/s of bf16 at the median.
-
-    median, slowest, fastest: M vectors/s.
-    """
+    """Speed of an operation on blocks of `tokens` tokens, in M vectors/s. gb_s: GB/s of bf16 at the median."""
 
     operation: str
     cores: int
@@ -122,10 +119,7 @@ def table(results: list[Result], title: str) -> Table:
 
 
 def on_gpu(console: Console, codec: str, repeats: int, json_file: Path | None, once: bool) -> None:
-    """Measure the CUDA kernels of one codec, of several with commas between, or of "all"; print and write the figures.
-
-    once: call each operation once for a profiler instead, and print nothing.
-    """
+    """Measure the CUDA kernels of one codec, of several with commas between, or of "all". once: only for a profiler."""
     import torch
 
     from manthan.benchmarks import codec_gpu

@@ -38,7 +38,7 @@ LAUNCHES = 10
 
 @dataclass(frozen=True)
 class GpuResult:
-    """Speed of an operation. vectors: keys and values of a head and token in a call. nbytes: a call's reads and writes.
+    """Speed of an operation. vectors: keys and values in a call. nbytes: bytes that a call reads and writes.
 
     median, slowest, fastest: G vectors/s. of_copy: the operation's bytes a second, as a share of a device copy's.
     """

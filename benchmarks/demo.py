@@ -1,9 +1,9 @@
-"""Eight chats on a KV pool for two: their idle blocks are saved compressed, restored on return, and answers are right.
+"""Eight chats on a KV pool for two: they are compressed while idle, restored on return, and still answered right.
 
 Two servers run in turn with the same tiny model and the same small pool. With Manthan, each chat goes cold: it is idle,
-and compressed blocks of it are saved. On return they are decoded. Without Manthan, vLLM has overwritten the chat's
-blocks meanwhile and computes the whole prompt again. The exit status is 0 only if every chat was cold, 95% of its full
-blocks were restored, and the answer was right.
+and its blocks are compressed. On return they are decoded. Without Manthan, vLLM has overwritten the chat's
+blocks meanwhile and computes the whole prompt again. The exit status is 0 only if every chat was cold, at least 95%
+of its full blocks were restored, and its answer was right.
 
     python benchmarks/demo.py
 """
@@ -101,10 +101,7 @@ def make_chats() -> list[Chat]:
 
 @dataclass
 class Watch:
-    """Reader of a server's log that prints Manthan's actions. cold: names of the chats that are cold now.
-
-    restored: number of blocks of each chat's last restore.
-    """
+    """Reader of a log that prints Manthan's actions. cold: chats now cold. restored: blocks, by chat's last restore."""
 
     server: VllmServer
     cold: set[str] = field(default_factory=set)
@@ -165,10 +162,7 @@ class Memory:
 
 
 def run_with_manthan(chats: list[Chat]) -> tuple[list[Return], Memory]:
-    """Run both turns of the chats with Manthan; add the first answers to their messages.
-
-    Return the second turns' results, and the memory between the turns.
-    """
+    """Run both turns with Manthan, and add the first answers to the chats. Return the second turns, and the memory."""
     log = LOGS / "manthan.log"
     with VllmServer(os.path.relpath(MODEL), [*SERVER_FLAGS, *MANTHAN_FLAGS], log) as server:
         watch = Watch(server)

@@ -21,10 +21,7 @@ LAST_LINES = 25
 
 
 class ServerError(RuntimeError):
-    """Failure of a server: no answer, an error, or an awaited state not reached.
-
-    log_tail: last LAST_LINES lines of `log`; empty without a log.
-    """
+    """Failure of a server, or an awaited state not reached. log_tail: last LAST_LINES lines of `log`, if any."""
 
     def __init__(self, what: str, log: Path | None = None) -> None:
         super().__init__(what)
@@ -148,7 +145,7 @@ class Endpoint:
         return self._streamed("/v1/completions", body, lambda choice: choice["text"], leave_after)
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
-        """Return the JSON answer to a request without streaming. Raises ServerError for an error."""
+        """Return the JSON answer to a request without streaming. Raises ServerError for an error status."""
         with self._reachable():
             response = self._http.post(path, json={"model": self.model, **body})
         if response.is_error:
@@ -189,7 +186,7 @@ class Endpoint:
     # -- errors ---------------------------------------------------------------------------------------
 
     def error(self, what: str) -> ServerError:
-        """Return the exception to raise. Subclasses add what they know about the server."""
+        """Return the exception to raise about the server. A subclass adds the server's log."""
         return ServerError(what)
 
     @contextlib.contextmanager
@@ -208,10 +205,7 @@ class Endpoint:
 def _reply(
     text: str, token_ids: Sequence[int], last: dict[str, Any], arrived: Sequence[float], seconds: float, pieces: int
 ) -> Reply:
-    """Return the reply. last: usage and metrics of the last chunk with each. pieces: number of pieces.
-
-    arrived: seconds from sending the request to each chunk of text.
-    """
+    """Return the reply. last: usage and metrics, if sent. arrived: seconds from sending the request to each chunk."""
     usage = last.get("usage", {})
     details = usage.get("prompt_tokens_details")
     return Reply(

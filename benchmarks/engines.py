@@ -21,10 +21,7 @@ POLL_S = 0.02
 
 
 class WrongPathError(RuntimeError):
-    """The engine did not do what the measurement needs, so its figure would be wrong.
-
-    Causes: a prompt's KV from a wrong source, a prefix cache not emptied, or an awaited state not reached in time.
-    """
+    """A prompt's KV has a wrong source, or the engine is not in an awaited state, so the figure would be wrong."""
 
 
 # -- options ------------------------------------------------------------------------------------------
@@ -167,10 +164,7 @@ class Engine:
             raise WrongPathError("vLLM would not empty its prefix cache: a request still holds blocks")
 
     async def until_cold(self, sessions: int | None = None) -> None:
-        """Return when every session is cold: saved in the store. sessions: number of them to wait for, if given.
-
-        Raises WrongPathError after WAIT_S.
-        """
+        """Return when every session is cold, so saved in the store, and their number is `sessions` if given."""
 
         def done() -> bool:
             still = sum(map(self.sessions, ("active", "idle")))

@@ -42,7 +42,7 @@ Figure: TypeAlias = tuple[str, dict[str, Any]]
 
 
 def figure(name: str, unit: str, values: Iterable[float], repeats: int = 0) -> Figure:
-    """Return the figure of `values`. repeats: number of repeats that the values sum up; 0 for one repeat a value."""
+    """Return the figure of `values`. repeats: number of repeats behind `values`; 0 for one each."""
     found = sorted(float(f"{value:.4g}") for value in values)
     facts = {"unit": unit, "median": statistics.median(found), "least": found[0], "most": found[-1]}
     return name, facts | {"repeats": repeats or len(found)}
@@ -113,10 +113,7 @@ def _commit() -> str:
 
 
 def compare(lines: list[dict[str, Any]], console: Console) -> None:
-    """Print a column of figures for each of one or two lines of the file.
-
-    Mark figures of two lines whose ranges from least to most do not overlap.
-    """
+    """Print the figures of one or two lines, and mark figures whose ranges from least to most do not overlap."""
     for line in lines:
         on = line["machine"]
         where = f"{on['gpu'] or 'no GPU'}, {on['cpu']} ({on['cores']} cores, load {on['load']}), Python {on['python']}"

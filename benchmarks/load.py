@@ -1,8 +1,8 @@
 """Waits of users for the first token, with more chats than the KV pool holds: plain vLLM, vLLM's offload and Manthan.
 
 An arm is one of these systems, measured as `vllm serve` in turn; or one running server is measured. All arms but `wide`
-have the same KV pool and the same bytes outside the pool. All get the same concurrent chats: a user reads an answer,
-thinks for a while, and continues. Or a trace's requests are sent at the trace's times. The client takes the times.
+have the same KV pool and the same bytes outside the pool. All arms get the same chats, many at a time: a user thinks
+after an answer, and continues. Or a trace's requests are sent at the trace's times. The client measures the waits.
 
     manthan bench load [--arms plain,offload,host] [--codecs wht-5x,k3v3] [--chats 64] [--tokens 8192] [--out FOLDER]
     manthan bench load --trace FILE --shrink 16 --speed 4
@@ -33,7 +33,7 @@ from manthan.manager.config.resolve import ConfigError, resolve_config
 
 ModelFolder = Annotated[Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")]
 ModelShape = Annotated[str, typer.Option(help=f"On a GPU without --model, made-up weights of {', '.join(PUBLIC)}.")]
-ModelProfile = Annotated[Path | None, typer.Option(help="The model's, for codecs that take one, or `made-up`.")]
+ModelProfile = Annotated[Path | None, typer.Option(help="The model's profile, for codecs that need one, or `made-up`.")]
 BlockTokens = Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32, on a GPU 16.")]
 
 
@@ -53,7 +53,7 @@ def load(
             "device, disk, redis, tiered; default: plain, wide, host; on a GPU plain, offload, host.",
         ),
     ] = "",
-    codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,
+    codecs: Annotated[str, typer.Option(help="Codecs of Manthan's arms, with commas between.")] = DEFAULT,
     chats: Annotated[int, typer.Option(min=0, help="Number of chats; 0: 20, on a GPU 64.")] = 0,
     tokens: Annotated[int, typer.Option(min=0, help="Length of a chat's first prompt; 0: 512, on a GPU 8192.")] = 0,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each chat.")] = 3,

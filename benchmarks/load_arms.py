@@ -32,7 +32,7 @@ ARMS = (PLAIN, ORDERED, WIDE, OFFLOAD, LMCACHE, ARRIVAL, *OURS[:2], DISK, *OURS[
 CPU_ARMS, GPU_ARMS = (PLAIN, WIDE, "host"), (PLAIN, OFFLOAD, "host")
 MANTHAN_ARMS = (*OURS, DISK, ARRIVAL)
 LOG_FORMAT = "%(levelname)s %(created).3f [%(filename)s:%(lineno)d] %(message)s"
-"""Format of a server's log lines: with the time in seconds, to compare them with requests."""
+"""Format of a server's log lines: with the Unix time to the millisecond, to compare lines with requests."""
 LMCACHE_CHUNK_TOKENS = 256
 """Tokens of a chunk by LMCache's default."""
 LMCACHE_CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"

@@ -20,11 +20,11 @@ from manthan.benchmarks.tables import DIGITS, Table
 
 FIXED, EXPONENTIAL = "fixed", "exponential"
 TRACE_SEED = 1_000_000_007
-"""Seed of the tokens in a trace's blocks, different from any seed of made-up chats."""
+"""Seed of the tokens in a trace's blocks. Made-up chats have the seed of the command line."""
 
 
 class Said(NamedTuple):
-    """Prompt tokens that a turn adds. right: text that a right answer begins with; None if not checked."""
+    """Token ids that a turn adds to the prompt. right: text that a right answer begins with; None if not checked."""
 
     tokens: Sequence[int]
     right: str | None = None
@@ -89,10 +89,7 @@ class Writer(Protocol):
 
 
 def writer(served: Served | None, vocabulary: int, seed: int) -> Writer:
-    """Return a writer of tables with lookup questions, if `served` has weights and a tokenizer; else of random tokens.
-
-    vocabulary: upper bound of random token ids.
-    """
+    """Return a writer of tables with lookups if the model has weights and a tokenizer, else of random tokens."""
     if served is None or served.made_up or not (served.folder / "tokenizer.json").exists():
         return lambda chat, turn, tokens: Said(random_tokens(seed, 1000 * chat + turn, tokens, vocabulary))
     folder = str(served.folder)

@@ -26,7 +26,7 @@ FIRST, BETWEEN = "first token", "between tokens"
 QUANTILES = {"p50": 0.50, "p99": 0.99}
 MOST = 1.05
 BOUND_S = 60.0
-"""Manthan's default `admission_s`: seconds that its ordering lets a request wait for the tokens to compute."""
+"""Manthan's default `admission_s`: most seconds that the ordering puts a request back for its tokens."""
 TOGETHER_MS = 0.5
 
 
@@ -91,7 +91,7 @@ class Row:
 
 
 def times(run: dict[str, Any], load: str, what: str) -> list[float]:
-    """Return a time of each answered request or, for BETWEEN, of each two pieces of an answer, in ms.
+    """Return milliseconds of all answered requests: until the first token, or the gaps between pieces of an answer.
 
     Gaps up to TOGETHER_MS do not count, because the client read both pieces at once.
     """

@@ -41,7 +41,7 @@ class Slow:
     """Slowest tenth of an arm's returns. count: number of them. mean_ms: mean time to the first token.
 
     parts: mean milliseconds of each part of the wait, by key of PARTS. found: number of returns by `Wait.found`. ahead:
-    mean number of tokens computed meanwhile for other prompts.
+    mean of `Wait.ahead`.
     """
 
     count: int
@@ -53,7 +53,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class Found:
-    """Results of an arm. turns: milliseconds to the first token by turn, from MOST_TURNS on together. returns: all of turn 2 on.
+    """Results of an arm. turns: ms to the first token by turn, from MOST_TURNS on together. returns: ms of all returns.
 
     rate: generated tokens a second. not_computed: share of the returns' prompt tokens. right: number of right answers,
     of the `checked` ones. errors: number of unanswered requests. failures: number of blocks not stored or restored.
@@ -223,9 +223,7 @@ def slow_table(found: Sequence[Found]) -> Table:
 
 
 def draw(report: dict[str, Any], found: Sequence[Found]) -> Any:
-    """Draw the distribution of the returns' waits (left), quantiles by turn (middle), and the slowest tenth's parts of
-    waits (right).
-    """
+    """Draw distributions of the returns' waits, quantiles by turn, and the slowest tenth's parts of waits."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 

@@ -1,7 +1,6 @@
 """Run of the load benchmark: servers in turn, the same chats for each, a report.
 
-An arm is a system to measure, such as plain vLLM. `options` has the command's arguments; see load.py. Its `replay` is
-the trace to replay, or None.
+An arm is a system to measure, such as plain vLLM. `options` has the command's arguments; see load.py.
 """
 
 import contextlib
@@ -66,10 +65,7 @@ SOON_S = 5.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """Defaults of options that the command line leaves out. pool_chats: first prompts that the pool holds.
-
-    memory: bytes outside the pool; 0 for the bytes of the pool.
-    """
+    """Defaults of options. pool_chats: first prompts that the pool holds. memory: bytes; 0 for those of the pool."""
 
     chats: int
     tokens: int
@@ -107,10 +103,7 @@ def made_of(options: Namespace, on_gpu: bool) -> Made:
 
 
 def load_of(options: Namespace, served: Served | None, vocabulary: int, positions: int, on_gpu: bool) -> Load:
-    """Return the load of the trace, or of made-up chats. positions: most tokens that the model takes.
-
-    Raises BadParameter if the chats, or all requests of the trace, are too long for the model.
-    """
+    """Return the load of the trace to replay, or of made-up chats. Raises BadParameter if all are too long."""
     made, most = made_of(options, on_gpu), positions - SPARE_POSITIONS
     if options.replay is not None:
         trace = options.replay.read()
@@ -241,10 +234,7 @@ def run_arm(
 
 
 def warm_up(server: Endpoint, options: Namespace, served: Served, longest: int, is_ours: bool) -> None:
-    """Send the prompt of a further chat twice, then empty the server's caches.
-
-    Because a server's first requests take longer, these are not measured. is_ours: True if the server has Manthan.
-    """
+    """Send a further chat's prompt twice and empty the caches, because a server's first requests take longer."""
     made = Made(1, max(16, longest // 2), 1, 1, 4, 0.0, FIXED, 0.0, options.seed + 1)
     chats = made_up(made, writer(None, served.shape.vocabulary, made.seed))
     still_s = 0.0 if not is_ours or options.idle_after > SOON_S else options.idle_after + 1
@@ -270,7 +260,7 @@ def forget(server: Endpoint) -> None:
 
 
 def as_report(talk: Talk, waits: Sequence[Any], is_ours: bool) -> dict[str, Any]:
-    """Return a talk for the report. waits: of the answered requests, in the order of talk.asked."""
+    """Return a talk for the report, each answered request with its wait. waits: in the order of talk.asked."""
     explained = iter(waits)
     requests = [asdict(one) | ({} if one.error else {"wait": asdict(next(explained))}) for one in talk.asked]
     about = {

@@ -166,7 +166,7 @@ class Talker:
         return reply
 
     def _check(self, reply: Reply) -> None:
-        """Raise ServerError if the answer lacks a field that the server has to be started with."""
+        """Raise ServerError if the answer lacks a needed field, because all answers of the server would lack it."""
         if not reply.reports_cached:
             raise self._endpoint.error(
                 f"The server at {self._endpoint.url} does not say how much of a prompt it had cached: start it with "
@@ -206,7 +206,7 @@ class Talker:
 
 
 def _by_name(samples: Sequence[tuple[str, dict[str, str], float]]) -> dict[str, float]:
-    """Return values by name without `vllm:` and, if any, the label in the tuple below; others are summed over."""
+    """Return sums of values by name without `vllm:` and, if any, label state, cause, source or level."""
     values: dict[str, float] = {}
     for name, labels, value in samples:
         label = next((labels[one] for one in ("state", "cause", "source", "level") if one in labels), "")

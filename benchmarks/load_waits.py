@@ -41,8 +41,8 @@ class Wait:
     HTTP and the client. A part not measured is None.
 
     found: kind of hit, a constant above. restored_tokens: tokens restored for this request. missed_tokens: tokens of
-    known full blocks that were computed again. ahead: tokens computed for other prompts meanwhile. evicted: number of
-    sessions gone cold meanwhile.
+    known full blocks that were computed again. ahead: computed tokens of other prompts whose waits overlap
+    this wait. evicted: number of sessions gone cold during the wait.
     """
 
     found: str
@@ -144,7 +144,7 @@ def _between(found: Sequence[Cold], begin: float, end: float) -> Iterator[Cold]:
 
 
 def _ahead(one: Asked, others: Sequence[Asked]) -> int:
-    """Return the prompt tokens computed for other requests whose waits overlap this wait: at least those meanwhile."""
+    """Return the number of computed tokens of all other prompts whose waits overlap this wait."""
     first = one.sent_s + one.ttft_s
     return sum(
         other.prompt_tokens - other.cached_tokens
