@@ -2,7 +2,7 @@
 
 An arm is one of these systems. Each arm is measured as `vllm serve`, in turn, with the same KV pool and the same bytes
 outside the pool. An agent goes through sessions of a trace. After each answer it pauses like the trace between two
-requests. From some number of agents on, called the cliff, their sessions outgrow the arm's memory: whole prompts are
+requests. Beyond a number of agents, called the cliff, their sessions outgrow the arm's memory. Whole prompts are then
 computed again, and waits for the first token get long.
 
     manthan bench agents TRACE [--agents 16,32,48] [--arms plain,offload,host] [--codecs wht-5x] [--out FOLDER]

@@ -164,7 +164,7 @@ def _telling(console: Console, arm: str) -> Iterator[Callable[[str], None]]:
 
 
 def tell_codec(log: Path, console: Console) -> None:
-    """If the engine of this log had Manthan, print its codec, and the verdict of the guard, which may change it."""
+    """If this log's engine had Manthan, print its codec, and the verdict of the guard, which tests codecs."""
     if said := codec_used(log):
         console.print(f"    {said}", soft_wrap=True, markup=False)
 

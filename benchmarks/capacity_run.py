@@ -46,7 +46,7 @@ CPU_BUDGETS, GPU_BUDGETS = "64MiB,128MiB,256MiB", "6GiB,12GiB,24GiB"
 FULL_SHARE = 0.8
 """If at most this share of a round's sessions is kept, no larger round follows."""
 STILL_S = MANTHAN["idle"] + 1.0
-"""Seconds without change that end the wait for idle sessions to be saved. The tier has no room for the rest."""
+"""After these seconds without change, sessions still idle are not saved, because the tier has no room."""
 PAGE = 500
 
 
@@ -55,7 +55,7 @@ PAGE = 500
 
 @dataclass(frozen=True)
 class Return:
-    """Return of a session. session: its index. kept: True if KEPT_SHARE or more of its full blocks were found.
+    """Return of a session. session: its index. kept: True if KEPT_SHARE or more of its full blocks were not computed.
 
     was_right, is_right: True if the first answer, and the answer on return, were right; None if not checked.
     """
@@ -100,9 +100,9 @@ class Asker:
         }
 
     def twice(self, first: int, count: int) -> list[dict[str, Any]]:
-        """Return where KV is after all sessions came, and after each returned once; each with the sessions kept next.
+        """Return where KV is when all sessions have come, and again when each has returned once.
 
-        The sessions return twice, in the order of their last use, latest first.
+        All return after either moment, in the order of their last use, latest first, to find the kept sessions.
         """
         self.bar.begin(f"{count} sessions come and return twice", 3 * count)
         indices = range(first, first + count)

@@ -1,9 +1,9 @@
 """Eight chats on a KV pool for two: they are compressed while idle, restored on return, and still answered right.
 
 Two servers run in turn with the same tiny model and the same small pool. With Manthan, each chat goes cold: it is idle,
-and its blocks are compressed. On return they are decoded. Without Manthan, vLLM has overwritten the chat's
-blocks meanwhile and computes the whole prompt again. The exit status is 0 only if every chat was cold, at least 95%
-of its full blocks were restored, and its answer was right.
+and its blocks are compressed. On return they are decoded. Without Manthan, vLLM has overwritten the chat's blocks
+meanwhile and computes the whole prompt again. The exit status is 0 only if every chat was cold, at least 95% of its
+full blocks were restored, and its answer was right.
 
     python benchmarks/demo.py
 """

@@ -20,7 +20,7 @@ from manthan.benchmarks.tables import DIGITS, Table
 
 FIXED, EXPONENTIAL = "fixed", "exponential"
 TRACE_SEED = 1_000_000_007
-"""Seed of the tokens in a trace's blocks. Made-up chats have the seed of the command line."""
+"""Seed of the tokens in a trace's blocks. Made-up chats have seeds from the command line."""
 
 
 class Said(NamedTuple):

@@ -26,7 +26,7 @@ FIRST, BETWEEN = "first token", "between tokens"
 QUANTILES = {"p50": 0.50, "p99": 0.99}
 MOST = 1.05
 BOUND_S = 60.0
-"""Manthan's default `admission_s`: most seconds that the ordering puts a request back for its tokens."""
+"""Manthan's default `admission_s`: most seconds that a request stands back for its tokens to compute."""
 TOGETHER_MS = 0.5
 
 

@@ -208,7 +208,7 @@ def serving(
 def run_arm(
     options: Namespace, served: Served, load: Load, arm: CapacityArm, repeat: int, console: Console
 ) -> dict[str, Any]:
-    """Run the load on an arm's server, and return the run for the report. repeat: added to the seed of parts."""
+    """Run the load on an arm's server, and return the run for the report. repeat: added to --seed, for `parts`."""
     began, seed = time.monotonic(), options.seed + repeat
     name = f"fairness-{seed}" if load.parts else "load"
     parts = {

@@ -25,7 +25,7 @@ RECOMPUTED = "recomputed"
 
 
 class Cold(NamedTuple):
-    """Log line: a session of `tokens` tokens went cold, or was restored. at_s: seconds from the start of the load."""
+    """Log line: a session went cold or was restored, with `tokens` tokens. at_s: seconds from the start of the load."""
 
     at_s: float
     took_ms: float
