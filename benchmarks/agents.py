@@ -1,8 +1,9 @@
-"""Number of agents a server bears: sessions of a trace in closed loop, on plain vLLM, vLLM's offload and Manthan.
+"""Number of concurrent agents that a server can serve, with plain vLLM, vLLM's offload and Manthan.
 
-Each arm is `vllm serve`, in turn, with the same KV pool and the same bytes outside the pool. A number of agents go
-through sessions of a trace at a time, and each pauses after an answer as in the trace. From some number on, the live
-sessions outgrow the arm's memory, and first tokens take as long as whole prompts: the cliff.
+An arm is one of these systems. Each arm is measured as `vllm serve`, in turn, with the same KV pool and the same bytes
+outside the pool. An agent goes through sessions of a trace. After each answer it pauses like the trace between two
+requests. Beyond a number of agents, called the cliff, their sessions outgrow the arm's memory. Whole prompts are then
+computed again, and waits for the first token get long.
 
     manthan bench agents TRACE [--agents 16,32,48] [--arms plain,offload,host] [--codecs wht-5x] [--out FOLDER]
     manthan bench agents made-up
@@ -25,7 +26,7 @@ from manthan.codec import DEFAULT
 
 
 class Half(StrEnum):
-    """Sessions of the trace: every second session, or all."""
+    """Sessions of the trace that take part: every second session from the first (even) or second (odd) on, or all."""
 
     even = "even"
     odd = "odd"
@@ -35,32 +36,32 @@ class Half(StrEnum):
 def agents(
     context: typer.Context,
     trace: Annotated[
-        str, typer.Argument(help="File as `simulate` reads it, .xz too; made-up: none; with --plot-only a report.")
+        str, typer.Argument(help="File as for `simulate`, .xz too, or `made-up`; with --plot-only a report.")
     ],
     files: Annotated[list[Path] | None, typer.Argument(help="With --plot-only: further reports.")] = None,
-    agents: Annotated[str, typer.Option(help="How many at a time; default: 4,8,16, on a GPU 8,16,32,48.")] = "",
-    arms: Annotated[str, typer.Option(help="As of `load`; default: plain, host; on a GPU plain, offload, host.")] = "",
-    codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,
+    agents: Annotated[str, typer.Option(help="Numbers of agents; default: 4,8,16, on a GPU 8,16,32,48.")] = "",
+    arms: Annotated[str, typer.Option(help="As for `load`; default: plain, host; on a GPU plain, offload, host.")] = "",
+    codecs: Annotated[str, typer.Option(help="Codecs of Manthan's arms, with commas between.")] = DEFAULT,
     shrink: Annotated[float, typer.Option(min=0, help="Divisor of the tokens; 0: 64, on a GPU 4.")] = 0,
     faster: Annotated[float, typer.Option(min=0, help="Divisor of the pauses; 0: 10, on a GPU 1.5.")] = 0,
-    copies: Annotated[int, typer.Option(min=1, help="Sessions made of each, for more agents than sessions.")] = 1,
+    copies: Annotated[int, typer.Option(min=1, help="Copies of each session, for more agents than sessions.")] = 1,
     half: Annotated[Half, typer.Option(help="Sessions of the trace that take part.")] = Half.all,
-    seconds: Annotated[float, typer.Option(min=0, help="Of each measurement; 0: 30, on a GPU 150.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0, help="Length of each measurement; 0: 30, on a GPU 150.")] = 0,
     ramp: Annotated[
-        float, typer.Option(min=0, help="Seconds within which all agents come, not measured; 0: a third of --seconds.")
+        float, typer.Option(min=0, help="First part of --seconds, not measured: all agents begin in it; 0: a third.")
     ] = 0,
-    bound: Annotated[float, typer.Option(min=0, help="Seconds of p90 at which the cliff begins.")] = 2.0,
+    bound: Annotated[float, typer.Option(min=0, help="The cliff begins where p90 is above these seconds.")] = 2.0,
     pool: Annotated[str, typer.Option(help="KV pool, such as 24GiB; default: 36MiB, on a GPU 24GiB.")] = "",
-    memory: Annotated[str, typer.Option(help="Outside the pool; default: as the pool.")] = "",
+    memory: Annotated[str, typer.Option(help="Bytes outside the pool, such as 24GiB; default: as the pool.")] = "",
     idle_after: Annotated[float, typer.Option(min=0, help="Manthan's idle.after_s.")] = 2,
-    manthan: Annotated[str, typer.Option(help="Further keys of Manthan's, as YAML.")] = "",
+    manthan: Annotated[str, typer.Option(help="Further configuration of Manthan, as YAML.")] = "",
     model: ModelFolder = None,
     shape: ModelShape = DEFAULT_SHAPE,
     profile: ModelProfile = None,
     block_size: BlockTokens = 0,
     flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`, in one string.")] = "",
     redis_url: Annotated[str, typer.Option(help="A running server for the arms in Redis; else one is started.")] = "",
-    seed: Annotated[int, typer.Option(help="Of the agents' sessions.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of the agents' sessions.")] = 0,
     weka: Annotated[
         Path | None, typer.Option(help="Write agents' first sessions for AIPerf into this folder, and ask no server.")
     ] = None,
@@ -70,7 +71,7 @@ def agents(
         bool, typer.Option("--plot-only", help="Show and plot reports of earlier runs again.")
     ] = False,
 ) -> None:
-    """First tokens against the number of agents, and where each arm's cliff is."""
+    """Measure the time to the first token by number of agents, and find each arm's cliff."""
     options = Namespace(**locals())
     from manthan.benchmarks import agents_report
     from manthan.benchmarks.agents_run import run

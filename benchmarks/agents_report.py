@@ -1,4 +1,8 @@
-"""Results of the agents' benchmark: a table, each arm's cliff, and a picture."""
+"""Results of the agents' benchmark: a table, each arm's cliff, and a plot.
+
+An arm is a measured system, such as plain vLLM. A return is a request that continues a session. An arm's cliff is the
+most agents with which the p90 of returns' times to the first token is within a bound.
+"""
 
 import math
 import statistics
@@ -18,25 +22,25 @@ from manthan.manager.session.blocks import LEVELS
 
 QUANTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 STEEP = 5
-"""Most wanted at twice as many agents, in medians at the cliff."""
+"""Goal: twice the cliff's number of agents has at most this many times the cliff's median time to first token."""
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Point:
-    """Arm with a number of agents, after all have come.
+    """Results of an arm with a number of agents. Returns are those sent after all agents have begun.
 
     Args:
-        returns: number of requests that continued a session.
+        returns: number of answered requests that continued a session.
         first_s: the returns' seconds to the first token, by quantile.
-        spread: by quantile, least and most over the repeats, if several.
-        found: tokens of the returns' prompts without compute.
-        possible: tokens of the returns' prompts known from an earlier request of the session.
-        kept: number of returns that found at least KEPT_SHARE of what was possible.
-        divergence: mean over restored blocks, in nats, by the levels of a calibrated codec; NaN for other codecs.
-        unfair: mean seconds of the slowest agent, over those of the median agent.
-        alive_nbytes: bf16 bytes of each agent's last prompt.
-        errors: number of unanswered requests, at any time.
+        spread: by quantile, least and most of the repeats' own quantiles; empty for a single repeat.
+        found: share of the returns' prompt tokens that were not computed.
+        possible: share of the returns' prompt tokens known from an earlier request of the session.
+        kept: number of returns that found at least KEPT_SHARE of their possible tokens.
+        divergence: mean KL divergence in nats for the levels of restored blocks; see `divergence` below.
+        unfair: the slowest agent's mean time to the first token, divided by the median of all agents' means.
+        alive_nbytes: bf16 bytes of all agents' last prompts together, the mean of the repeats.
+        errors: number of unanswered requests, of all requests and not of returns only.
     """
 
     arm: str
@@ -54,7 +58,7 @@ class Point:
 
 
 def points_of(report: dict[str, Any]) -> list[Point]:
-    """Return the measurements, by arm and number of agents; repeats with different seeds are joined."""
+    """Return a point for each arm and number of agents, the fewest agents first. Repeats are joined."""
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for run in report["runs"]:
         for agents, point in run["points"].items():
@@ -64,7 +68,10 @@ def points_of(report: dict[str, Any]) -> list[Point]:
 
 
 def divergence(counters: Sequence[dict[str, float]]) -> float:
-    """Return the mean divergence of restored blocks by a server's counters, in nats; NaN without levels."""
+    """Return the mean KL divergence in nats for restored blocks, by repeats' metrics; NaN if no block has a level.
+
+    A calibrated codec's block has a level, the number of its refinements kept. LEVELS has its divergence.
+    """
     counts = [
         sum(each.get(f"manthan_restored_levels_total{{{n}}}", 0) for each in counters) for n in range(len(LEVELS))
     ]
@@ -111,7 +118,7 @@ def _point(report: dict[str, Any], arm: str, agents: int, points: Sequence[dict[
 
 
 def cliffs(points: Sequence[Point], bound_s: float) -> dict[str, int]:
-    """Return the most agents of each arm up to which p90 stays within the bound; 0 if never."""
+    """Return, by arm, the most agents up to which every measured p90 is within the bound; 0 if the first is above."""
     found: dict[str, int] = {}
     over = set[str]()
     for point in points:
@@ -124,7 +131,7 @@ def cliffs(points: Sequence[Point], bound_s: float) -> dict[str, int]:
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
-    """Return a joint report of several: different arms, numbers of agents, durations or seeds. See merge_reports."""
+    """Return one report of several, which may differ in arms, numbers of agents, durations and seeds."""
     alike = ("trace", "model", "memory", "scale", "half", "bound_s", "token_nbytes")
     return merge_reports(files, "agents", alike, lambda run: (run["arm"], run["seed"], *run["points"]))
 
@@ -137,7 +144,7 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
     console.print(where(report), soft_wrap=True)
     points = points_of(report)
     if not points:
-        console.print("  No request went on with a session after all agents had come: raise --seconds.")
+        console.print("  No request continued a session after all agents had begun: raise --seconds.")
         return
     console.print(make_table(report, points))
     for line in said(report, points):
@@ -179,7 +186,7 @@ def _with_spread(point: Point, name: str) -> str:
 
 
 def said(report: dict[str, Any], points: Sequence[Point]) -> list[str]:
-    """Say each arm's cliff in a line, and the cliff's steepness if twice as many agents were measured."""
+    """Return lines: each arm's cliff, with the median at twice as many agents if measured; then divergences."""
     lines = []
     for arm, cliff in cliffs(points, report["bound_s"]).items():
         most = max(point.agents for point in points if point.arm == arm)
@@ -198,7 +205,7 @@ def said(report: dict[str, Any], points: Sequence[Point]) -> list[str]:
 
 
 def draw(report: dict[str, Any], points: Sequence[Point]) -> Any:
-    """Draw first tokens, and found tokens, against the number of agents."""
+    """Draw times to the first token, and shares of found tokens, against the number of agents."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.5), layout="constrained")

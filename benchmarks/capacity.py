@@ -1,9 +1,10 @@
-"""Number of sessions that can leave and come back in the same memory, with plain vLLM, vLLM's offload, and Manthan.
+"""Number of sessions whose KV is kept in a budget of memory, with plain vLLM, vLLM's offload, and Manthan.
 
-Sessions come to a server in turn, more than the server can keep. When all is quiet they return, newest first. A session
-is kept if at least 95% of the full blocks are not computed again. The budget is all the memory for keys and values:
-plain vLLM's whole KV pool; for all further arms a pool of a tenth, and compressed blocks or offload in the rest. Each
-arm is `vllm serve`, in turn; or a running server.
+An arm is one of these systems, measured as `vllm serve`; or one running server is measured. Sessions come to the server
+in turn, then each returns, newest first, with the same full blocks. A session is kept if at most 5% of these are
+computed again. Rounds have more and more sessions, until clearly more come than are kept. The budget is all the memory
+for KV. Plain vLLM's KV pool has all of the budget. The other arms' pool has a tenth; compressed blocks or offload have
+the rest.
 
     manthan bench capacity [--arms plain,host] [--budgets 64MiB,128MiB] [--codecs wht-5x,k3v3] [--out FOLDER]
     manthan bench capacity --base-url http://HOST:PORT --tokens 4000
@@ -32,28 +33,28 @@ def capacity(
         ),
     ] = "",
     budgets: Annotated[str, typer.Option(help="Sizes with commas between, such as 64MiB,128MiB.")] = "",
-    codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,
+    codecs: Annotated[str, typer.Option(help="Codecs of Manthan's arms, with commas between.")] = DEFAULT,
     profile: Annotated[
-        Path | None, typer.Option(help="The model's, for codecs that take one, or `made-up`; no guard then.")
+        Path | None, typer.Option(help="Profile of the model, for codecs that need one, or `made-up`; no guard then.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Of a session's prompt; 0: 2000, on a GPU 8192.")] = 0,
+    tokens: Annotated[int, typer.Option(help="Length of a session's prompt; 0: 2000, on a GPU 8192.")] = 0,
     model: Annotated[
         Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens of a block; 0: 32, on a GPU 16.")] = 0,
     base_url: Annotated[str, typer.Option(help="A vLLM server that runs already; measured alone.")] = "",
-    most: Annotated[int, typer.Option(min=1, help="Sessions that come, at most.")] = 2000,
-    growth: Annotated[float, typer.Option(min=1.1, help="How many times more sessions each time.")] = 2.5,
+    most: Annotated[int, typer.Option(min=1, help="Most sessions of a round.")] = 2000,
+    growth: Annotated[float, typer.Option(min=1.1, help="Factor from one round's sessions to the next's.")] = 2.5,
     flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`, in one string.")] = "",
     redis_url: Annotated[str, typer.Option(help="A running server for the arms in Redis; else one is started.")] = "",
-    seed: Annotated[int, typer.Option(help="Of the sessions.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sessions' prompts.")] = 0,
     start_timeout: Annotated[float, typer.Option(help="Seconds that a server may take to start.")] = 300,
-    timeout: Annotated[float, typer.Option(help="Seconds after which no more sessions are tried, per arm.")] = 300,
+    timeout: Annotated[float, typer.Option(help="Seconds after which an arm begins no further round.")] = 300,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot, logs.")] = Path("build", "benchmarks"),
     plot_only: Annotated[bool, typer.Option("--plot-only", help="Show and plot FILES of earlier runs again.")] = False,
     files: Annotated[list[Path] | None, typer.Argument(help="JSON of earlier runs; several are merged.")] = None,
 ) -> None:
-    """Count the sessions that return without recompute, in the same memory."""
+    """Count the sessions whose KV is kept until they return, in the same memory."""
     options = Namespace(**locals() | {"flags": shlex.split(flags)})
     from manthan.benchmarks.capacity_run import run
 

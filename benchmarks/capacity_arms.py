@@ -1,4 +1,4 @@
-"""Arms of the capacity benchmark: ways to keep sessions, their memory, and their servers."""
+"""Arms of the capacity benchmark: systems to measure, such as plain vLLM, with their memory and servers."""
 
 import json
 import math
@@ -20,19 +20,20 @@ from manthan.codec.registry import codec_names, needs_profile
 
 PLAIN, OFFLOAD = "plain", "offload"
 WHOLE = "whole"
-"""As host, but blocks of a calibrated codec are never cut."""
+"""Like host, but a full tier drops whole blocks. Host first cuts off refinements, which make a block more exact."""
 OURS = ("host", WHOLE, "device", "redis", "tiered")
 ARMS = (PLAIN, OFFLOAD, *OURS)
 ON_GPU_ONLY = (OFFLOAD, "device")
 IN_REDIS = ("redis", "tiered")
 TIERED_FRONT = 5
-"""Arm tiered has a part in this number in RAM, the rest in Redis."""
+"""The arm tiered has 1 / TIERED_FRONT of its store in RAM, and the rest in Redis."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Budget of bytes, and an arm's split. pool_blocks: of vLLM's KV pool. store_nbytes: compressed blocks or
-    offload.
+    """Bytes for an arm's KV. budget: pool and store together. pool_blocks, pool_nbytes: size of vLLM's KV pool.
+
+    store_nbytes: room for compressed blocks or vLLM's offload, outside the pool.
     """
 
     budget: int
@@ -43,9 +44,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class CapacityArm:
-    """Way to keep sessions, in a budget. manthan: the configuration, for an arm with Manthan.
+    """System to measure. kind: one of ARMS. codec: empty without Manthan. flags: further arguments of `vllm serve`.
 
-    eager: see Served.flags.
+    longest: most tokens of a prompt with its answer. manthan: its configuration, or None. eager: see Served.flags.
     """
 
     kind: str
@@ -62,7 +63,7 @@ class CapacityArm:
         return f"{self.kind} {self.codec}".strip()
 
     def server(self, served: Served, out: Path, benchmark: str = "capacity") -> VllmServer:
-        """Return the server, not started yet. Log and configuration are written into folder `out`."""
+        """Return the server, not started yet. Write its configuration into folder `out`, which gets its log too."""
         stem = f"{benchmark}-{self.name.replace(' ', '-')}-{ByteSize(self.memory.budget).human_readable()}"
         flags = [*served.flags(self.memory.pool_blocks, self.longest, eager=self.eager), *self.flags]
         if self.manthan is not None:
@@ -76,10 +77,10 @@ class CapacityArm:
 
 
 def split(budget: int, served: Served, tokens: int, *, small_pool: bool) -> Memory:
-    """Return the split: the pool is all of the budget, or a tenth but a session and a bit at least; raises
-    BadParameter.
+    """Return the split of a budget for sessions of `tokens` tokens. vLLM's null block is part of the pool.
 
-    vLLM's reserved block of the pool counts as well.
+    The pool is all of the budget. With `small_pool` its share is HOT_POOL_SHARE, or more to have room for POOL_SESSIONS
+    sessions. Raises BadParameter for a budget of less than twice that room.
     """
     blocks = budget // served.block_nbytes
     least = math.ceil(POOL_SESSIONS * tokens / served.block_size)
@@ -103,7 +104,7 @@ def make_arm(
     flags: Sequence[str],
     profile: Path | None = None,
 ) -> CapacityArm:
-    """Return the arm. redis: url and prefix, for the arms in Redis. flags: further arguments of `vllm serve`."""
+    """Return the arm with a budget, for sessions of `tokens` tokens. The other arguments are those of arm_in."""
     memory = split(budget, served, tokens, small_pool=kind != PLAIN)
     return arm_in(memory, kind, codec, tokens + SPARE_POSITIONS, redis, flags, profile)
 
@@ -119,8 +120,9 @@ def arm_in(
 ) -> CapacityArm:
     """Return the arm with this memory.
 
-    longest: tokens of a prompt with the answer. profile: for codecs that take one; the guard, which would begin with
-    another codec, is off then.
+    longest: most tokens of a prompt with the answer. redis: url and prefix, for the arms in Redis. flags: further
+    arguments of `vllm serve`. profile: of the model, for codecs that need one. With a profile Manthan's guard is off: a
+    guard uses a finer codec until it has measured the loss of `codec`.
     """
     more = tuple(flags)
     if kind == PLAIN:
@@ -148,7 +150,7 @@ def _tiers(kind: str, nbytes: int) -> dict[str, Any]:
 
 
 def read_budgets(text: str) -> list[int]:
-    """`64MiB,128MiB`; raises BadParameter."""
+    """Return the sizes of a text such as `64MiB,128MiB` in bytes, ascending. Raises BadParameter."""
     sizes = TypeAdapter(ByteSize)
     try:
         found = [int(sizes.validate_python(part.strip())) for part in text.split(",")]
@@ -160,7 +162,7 @@ def read_budgets(text: str) -> list[int]:
 
 
 def read_kinds(text: str, on_gpu: bool) -> list[str]:
-    """Arms by name, plain vLLM first; raises BadParameter."""
+    """Return names of arms in the order of ARMS. Raises BadParameter for an unknown arm, or one that needs a GPU."""
     wanted = {part.strip() for part in text.split(",")} if text else {PLAIN, "host", *(ON_GPU_ONLY if on_gpu else ())}
     refuse_unknown("--arms", wanted, ARMS)
     if not on_gpu and wanted & {*ON_GPU_ONLY}:
@@ -170,7 +172,7 @@ def read_kinds(text: str, on_gpu: bool) -> list[str]:
 
 
 def read_codecs(text: str, profile: Path | None = None) -> list[str]:
-    """Codecs by name, those that take a profile if there is one; raises BadParameter."""
+    """Return names of codecs. Raises BadParameter for an unknown codec, or one that needs a missing profile."""
     wanted = [part.strip() for part in text.split(",")]
     known = [name for name in codec_names() if profile is not None or not needs_profile(name)]
     refuse_unknown("--codecs", set(wanted), known)
@@ -183,7 +185,7 @@ def refuse_unknown(flag: str, wanted: set[str], known: Sequence[str]) -> None:
 
 
 def shown(arm: CapacityArm) -> str:
-    """An arm in a line, for the console."""
+    """Return an arm's name and memory in a line, for the console."""
     memory = arm.memory
     store = f", {ByteSize(memory.store_nbytes).human_readable()} outside" if memory.store_nbytes else ""
     total, pool = (ByteSize(nbytes).human_readable() for nbytes in (memory.budget, memory.pool_nbytes))
@@ -191,7 +193,7 @@ def shown(arm: CapacityArm) -> str:
 
 
 def as_json(arm: CapacityArm) -> dict[str, Any]:
-    """Return a report's facts of an arm."""
+    """Return an arm's settings for the report."""
     memory = arm.memory
     return {
         "arm": arm.name,

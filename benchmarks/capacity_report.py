@@ -1,4 +1,8 @@
-"""Results of the capacity benchmark, as a table and as a plot; several runs can be merged."""
+"""Results of the capacity benchmark, as tables and as a plot; several reports can be merged.
+
+An arm is a measured system, such as plain vLLM. A run is an arm with a budget of memory. The `levels` of a run are
+rounds with more and more sessions: all sessions come, then each returns. Kept sessions return without recompute.
+"""
 
 import math
 import statistics
@@ -24,13 +28,12 @@ GREYS = ("#6b7580", "#a3acb5")
 
 @dataclass(frozen=True)
 class Found:
-    """Sessions kept by an arm in a budget; budget is 0 for a given server. split: bytes of the pool, and outside the
-    pool. right of asked: answers on return.
+    """Results of a run. budget: 0 for a server started by the user. split: bytes of the pool, and outside the pool.
 
-    divergence: mean over restored blocks, in nats, by the levels of a calibrated codec; NaN for other codecs.
-
-    kept_ms, recomputed_ms: times to first token of kept returns, and of recomputed returns. nbytes: of a kept session,
-    compressed or bf16.
+    came, kept: numbers of sessions in the round with most kept. nbytes: of a kept session, compressed or bf16. kept_ms,
+    recomputed_ms: times to first token of kept returns, and of returns with at most RECOMPUTED_SHARE found. right:
+    number of right answers, of the `asked` checked ones. failures: number of blocks not stored or not restored.
+    divergence: upper bound of the mean KL divergence in nats for kept sessions' blocks outside the pool, or NaN.
     """
 
     arm: str
@@ -48,7 +51,7 @@ class Found:
 
     @classmethod
     def of(cls, run: dict[str, Any]) -> "Found":
-        """Join all levels; came and kept are of the level with the most kept."""
+        """Return the results of a run: returns and failures of all rounds, the rest of the round with most kept."""
         best = max(run["levels"], key=lambda level: level["kept"])
         returns = [found for level in run["levels"] for found in level["returns"]]
         answered = [found["is_right"] for found in returns if found["is_right"] is not None]
@@ -70,7 +73,7 @@ class Found:
 
 
 def _session_nbytes(run: dict[str, Any], level: dict[str, Any]) -> float:
-    """Return bytes of a kept session: from Manthan's metrics, or else of whole blocks."""
+    """Return compressed bytes of a kept session by Manthan's metrics, or else bf16 bytes of its full blocks."""
     if level["cold_bytes"]:
         return float(level["cold_bytes"] / max(1, level["kept"]))
     if not run["budget"]:
@@ -88,13 +91,13 @@ def found_in(report: dict[str, Any]) -> list[Found]:
 
 
 def gains(found: Sequence[Found]) -> dict[tuple[str, int], float]:
-    """Return kept sessions over plain vLLM's, by arm and budget."""
+    """Return the number of kept sessions divided by plain vLLM's with the same budget, by arm and budget."""
     plain = {one.budget: one.kept for one in found if one.arm == PLAIN}
     return {(one.arm, one.budget): one.kept / plain[one.budget] for one in found if plain.get(one.budget)}
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
-    """Return a joint report of several; see merge_reports."""
+    """Return one report of several; see merge_reports."""
     return merge_reports(files, "capacity", ("model", "tokens"), lambda run: (run["arm"], run["budget"]))
 
 
@@ -144,13 +147,16 @@ def make_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
 
 
 def where_table(report: dict[str, Any]) -> Table:
-    """Return where Manthan's arms had KV: of more sessions than are kept, and of as many as there was KV of, before
-    any returned and when each had returned once."""
+    """Return a table of where KV is, with up to three lines for each run of an arm with Manthan.
+
+    The first line is the last round, before any session returned. The other lines are of a further round, with as many
+    sessions as that KV is enough for: before any session returned, and after each returned once.
+    """
     table = Table(title="Where KV is, MiB of bf16 (sessions)", box=SIMPLE, pad_edge=False, collapse_padding=True)
     table.caption = (
-        "Of each arm, the first line is the run above; the others are one more run, with as many sessions as "
+        "An arm's first line is of the table above; its others are of a further round, with as many sessions "
     )
-    table.caption += "there was KV of, before any returned and after each returned once."
+    table.caption += "as that KV is enough for: before any returned, and after each returned once."
     for header in ("memory", "", "came", "returned"):
         table.add_column(header, justify="right" if header in ("memory", "came") else "left")
     for header in (
@@ -187,7 +193,7 @@ def _size(nbytes: int) -> str:
 
 
 def draw(report: dict[str, Any], found: Sequence[Found]) -> Any:
-    """Draw kept sessions against memory, or against all sessions if the memory is unknown; times of returns."""
+    """Draw kept sessions by budget, or by sessions that came if no budget is known; and the returns' times."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5), layout="constrained")
@@ -242,7 +248,7 @@ def _draw_levels(axes: Any, runs: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_latency(axes: Any, found: Sequence[Found], colors: dict[str, str]) -> None:
-    """Draw p50, p95 and p99 of each arm's kept returns in all budgets, and of plain vLLM's recomputed returns."""
+    """Draw p50, p95 and p99 of each arm's kept returns in all budgets, and of plain vLLM's or the only arm's others."""
     rows = {arm: [ms for one in found if one.arm == arm for ms in one.kept_ms] for arm in colors}
     again = [ms for one in found if one.arm == PLAIN or len(rows) == 1 for ms in one.recomputed_ms]
     rows |= {"recomputed": again}

@@ -1,5 +1,6 @@
-"""Run of the capacity benchmark: servers in turn, sessions that leave and come back, a report.
+"""Run of the capacity benchmark: servers in turn, sessions that come and return, a report.
 
+An arm is a system to measure, such as plain vLLM. A level is a round: a number of sessions come, then each returns.
 `options` has the command's arguments; see capacity.py.
 """
 
@@ -43,9 +44,9 @@ from manthan.manager.session.blocks import LEVELS
 CPU_TOKENS, GPU_TOKENS = 2000, 8192
 CPU_BUDGETS, GPU_BUDGETS = "64MiB,128MiB,256MiB", "6GiB,12GiB,24GiB"
 FULL_SHARE = 0.8
-"""Share of kept sessions at which no more sessions are tried."""
+"""If at most this share of a round's sessions is kept, no larger round follows."""
 STILL_S = MANTHAN["idle"] + 1.0
-"""Time after which a warm session of Manthan's stays in the pool, because the tier is full."""
+"""After these seconds without change, sessions still idle are not saved, because the tier has no room."""
 PAGE = 500
 
 
@@ -54,9 +55,9 @@ PAGE = 500
 
 @dataclass(frozen=True)
 class Return:
-    """Return of a session. kept: at least KEPT_SHARE of the full blocks were not computed again.
+    """Return of a session. session: its index. kept: True if KEPT_SHARE or more of its full blocks were not computed.
 
-    was_right, is_right: first answer and answer on return; None if answers mean nothing.
+    was_right, is_right: True if the first answer, and the answer on return, were right; None if not checked.
     """
 
     session: int
@@ -70,7 +71,7 @@ class Return:
 
 @dataclass(frozen=True)
 class Asker:
-    """Puts sessions into a server and has them return. make: returns the session of an index."""
+    """Sends sessions' prompts to a server. make: returns the session of an index. is_ours: True with Manthan."""
 
     endpoint: Endpoint
     make: Callable[[int], Session]
@@ -79,8 +80,9 @@ class Asker:
     bar: Bar
 
     def level(self, first: int, count: int) -> dict[str, Any]:
-        """Let `count` sessions come in turn, from index `first` on, each when all is quiet. Then let them return,
-        newest first.
+        """Return the results of a round of `count` sessions, from index `first` on.
+
+        The sessions come in turn, each after the server has settled. Then they return, newest first.
         """
         self.bar.begin(f"{count} sessions come and return", 2 * count)
         indices = range(first, first + count)
@@ -98,10 +100,9 @@ class Asker:
         }
 
     def twice(self, first: int, count: int) -> list[dict[str, Any]]:
-        """Return the locations of KV after all sessions came, and after each returned once, both with the later kept
-        sessions.
+        """Return where KV is when all sessions have come, and again when each has returned once.
 
-        Sessions return newest first, and then again in the order of their last use, latest first.
+        All return after either moment, in the order of their last use, latest first, to find the kept sessions.
         """
         self.bar.begin(f"{count} sessions come and return twice", 3 * count)
         indices = range(first, first + count)
@@ -122,7 +123,7 @@ class Asker:
         return {"came": len(returns), "kept": len(kept), "session_blocks": blocks, "divergence": at_most} | found
 
     def _held(self) -> list[dict[str, Any]]:
-        """Return the sessions in Manthan's list."""
+        """Return the sessions of `/manthan/sessions`; none without Manthan."""
         found: list[dict[str, Any]] = []
         while self.is_ours:
             page = self.endpoint.get("/manthan/sessions", sort="id", limit=PAGE, offset=len(found))["sessions"]
@@ -135,7 +136,7 @@ class Asker:
         right = []
         for index in indices:
             right.append(self._come(index))
-            until_settled(self.endpoint, STILL_S)  # without waiting until the previous session is saved
+            until_settled(self.endpoint, STILL_S)  # ends even if a full tier leaves sessions idle
         return right
 
     def _come(self, index: int) -> bool | None:
@@ -166,19 +167,19 @@ class Asker:
 
 
 def where_held(sessions: Sequence[dict[str, Any]], kept: set[str], full_blocks: int, block_size: int) -> dict[str, int]:
-    """Return numbers of blocks by the location of their KV.
+    """Return numbers of blocks by where their KV is. Resident blocks are in vLLM's pool.
 
-    The listing has a session's number of resident blocks, and the number decoded by the last request. A session loses
-    the tail first. Decoded blocks stand behind computed blocks, so decoded blocks leave the pool first.
+    The list has each session's number of resident blocks, and of tokens that its last request found decoded. The pool
+    loses a session's tail first. Decoded blocks come after computed ones, so the pool loses decoded blocks first.
 
     Args:
-        sessions: The server's list. Each has returned once at most.
-        kept: Names of sessions found at their next return.
-        full_blocks: Full blocks of a session's prompt.
+        sessions: The server's list. Each session has returned once at most.
+        kept: Ids of the sessions kept at their next return.
+        full_blocks: Number of full blocks of a session's prompt.
 
     Returns:
-        computed: Resident, computed blocks of kept sessions. both: Computed blocks with a compressed copy in the tier.
-        decoded: Resident, restored blocks. saved: Compressed blocks in the tier.
+        computed: Resident, computed blocks of kept sessions. both: The computed blocks that the tier has too.
+        decoded: Resident, decoded blocks of all sessions. saved: Compressed blocks of all sessions in the tier.
     """
     found = Counter(computed=0, both=0, decoded=0, saved=0)
     for session in sessions:
@@ -192,9 +193,10 @@ def where_held(sessions: Sequence[dict[str, Any]], kept: set[str], full_blocks: 
 
 
 def divergence(sessions: Sequence[dict[str, Any]], kept: set[str]) -> float | None:
-    """Return the mean divergence in nats of kept sessions' blocks that are not resident; None for uncut codecs.
+    """Return the mean KL divergence in nats for kept sessions' blocks outside the pool; None without such blocks.
 
-    A session counts by the coarsest of its blocks, so that the mean is a little more than that of all blocks.
+    LEVELS has the divergence of each number of refinements that a block may have. Codecs without refinements give None.
+    All blocks of a session count like its coarsest, so the mean is an upper bound.
     """
     told = [
         (LEVELS[session["level"]].divergence, session["blocks"] - session["hot_blocks"])
@@ -208,7 +210,11 @@ def divergence(sessions: Sequence[dict[str, Any]], kept: set[str]) -> float | No
 def measure(
     asker: Asker, first: int, most: int, growth: float, deadline: float, forget: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Levels of more and more sessions, from `first` on, until clearly more came than were kept."""
+    """Return the results of rounds: of `first` sessions, then of `growth` times as many as before.
+
+    The last round keeps FULL_SHARE of its sessions or less, has `most` sessions, or ends after the deadline. Between
+    rounds, `forget` empties the server's caches.
+    """
     levels: list[dict[str, Any]] = []
     count, begun = max(1, first), 0
     while True:
@@ -224,7 +230,7 @@ def measure(
 
 
 def run(options: Namespace, plot_only: Sequence[Path], arguments: dict[str, Any]) -> None:
-    """The whole command; exits with 1 if an arm failed."""
+    """Do the whole command. Raises Exit, with status 1 if an arm failed."""
     console = make_console()
     if plot_only:
         return show(merged(plot_only), plot_only[0].with_suffix(".png"), console)
@@ -247,9 +253,9 @@ def run(options: Namespace, plot_only: Sequence[Path], arguments: dict[str, Any]
 
 
 def duration(runs: int, timeout_s: float) -> str:
-    """Return how long the command may take.
+    """Return a sentence: the longest time of `runs` runs, each an arm with a budget.
 
-    After `timeout_s` an arm begins no further level, but ends the current one, and comes and returns once more.
+    After `timeout_s` a run begins no larger round, but ends the current round and does `Asker.twice`.
     """
     longest = 2 * timeout_s / 60
     return (
@@ -267,8 +273,9 @@ def tokens_of(options: Namespace, served: Served) -> int:
 
 
 def choose_arms(options: Namespace, served: Served, stack: ExitStack) -> list[CapacityArm]:
-    """Return arms budget by budget; raises BadParameter for an arm impossible here. The stack ends the arms'
-    servers.
+    """Return all arms with the first budget, then with the next. Raises BadParameter for an arm impossible here.
+
+    When the stack ends, it stops a Redis server started here, and removes a made-up profile.
     """
     tokens = tokens_of(options, served)
     if tokens + SPARE_POSITIONS > served.shape.positions:
@@ -288,7 +295,7 @@ def choose_arms(options: Namespace, served: Served, stack: ExitStack) -> list[Ca
 
 
 def run_arm(options: Namespace, served: Served, arm: CapacityArm, console: Console) -> dict[str, Any]:
-    """Start a server, measure, and end the server."""
+    """Start the arm's server, measure, and end the server. Return the run for the report."""
     tokens, began = tokens_of(options, served), time.monotonic()
     bf16_sessions = arm.memory.budget // (tokens // served.block_size * served.block_nbytes)
     with arm.server(served, options.out) as server, Bar(console, shown(arm)) as progress:
@@ -317,7 +324,7 @@ def run_arm(options: Namespace, served: Served, arm: CapacityArm, console: Conso
 
 
 def run_given(options: Namespace, console: Console) -> dict[str, Any]:
-    """Measure a server started by the user, with unknown memory and without a reset of the cache."""
+    """Return the run of a server started by the user. Its memory is unknown, and its caches are never emptied."""
     endpoint, tokens = Endpoint(options.base_url), options.tokens or CPU_TOKENS
     with Bar(console, endpoint.url) as progress:
         make = make_for(endpoint, options, tokens)
@@ -330,7 +337,7 @@ def run_given(options: Namespace, console: Console) -> dict[str, Any]:
 
 
 def make_for(endpoint: Endpoint, options: Namespace, tokens: int) -> Callable[[int], Session]:
-    """Return sessions for the server: lookups if the model's folder is here or named, else made-up token ids."""
+    """Return a function from an index to a session: of random token ids, or lookups if the model's folder is known."""
     root = options.model or Path(str(endpoint.about().get("root", "")))
     longest = endpoint.about().get("max_model_len")
     if longest and tokens + SPARE_POSITIONS > longest:

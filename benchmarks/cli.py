@@ -1,4 +1,4 @@
-"""Groups `manthan bench` and `manthan eval`. Parts with vLLM or torch are imported at run time, not here."""
+"""Command groups `manthan bench` and `manthan eval`. vLLM and torch are imported when a command runs, not here."""
 
 import typer
 

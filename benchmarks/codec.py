@@ -1,11 +1,13 @@
-"""Speed of the codec on this machine, in M vectors/s and GB/s of bf16.
+"""Speed of a codec on this machine, in M vectors/s and GB/s of bf16.
+
+A vector is the key or the value of a token in a KV head of a layer.
 
     python benchmarks/codec.py [--codec wht-5x] [--json FILE]
     python benchmarks/codec.py --backend cuda [--json FILE]     the CUDA kernels, in G vectors/s; see codec_gpu.py
 
-Whole blocks of Qwen3-8B's shape, 36 layers with 8 heads of 128, bf16 in and out, results in new memory, as for a
-caller. One core: the process is pinned to a core. All cores: a thread for each, a block at a time. Each figure is the
-median of the repeats, with the slowest and the fastest.
+Whole blocks of bf16 are encoded and decoded, of Qwen3-8B's shape: 36 layers with 8 KV heads of 128. Results are newly
+allocated. For one core the process is pinned to a core. For all cores each core has a thread, and a thread has one
+block at a time. Each figure is the median of the repeats, with the slowest and the fastest.
 """
 
 import json
@@ -31,12 +33,12 @@ from manthan.codec.registry import needs_profile
 
 LAYERS, HEADS, HEAD_DIM = 36, 8, 128
 BLOCKS = 8
-"""Blocks of a measurement."""
+"""Number of blocks that each repeat encodes or decodes."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Figure. tokens: of a block. median, slowest, fastest: M vectors/s. gb_s: GB/s of bf16 at the median."""
+    """Speed of an operation on blocks of `tokens` tokens, in M vectors/s. gb_s: GB/s of bf16 at the median."""
 
     operation: str
     cores: int
@@ -48,9 +50,9 @@ class Result:
 
 
 def measure(name: str, cores: int, tokens: int, repeats: int) -> Iterator[Result]:
-    """Encode and decode BLOCKS blocks of random numbers.
+    """Yield the speeds of encoding and of decoding BLOCKS blocks of random numbers, on `cores` threads.
 
-    A codec with a profile has a made-up profile, and fitting numbers.
+    A codec that needs a model's profile gets a made-up profile, and random numbers that fit it.
     """
     from manthan.benchmarks import made_up  # needs torch
 
@@ -82,11 +84,11 @@ def measure(name: str, cores: int, tokens: int, repeats: int) -> Iterator[Result
 
 
 def measure_on_cores(codec: str, sizes: Sequence[int], repeats: int) -> Iterator[Result]:
-    """Yield the figures of blocks of all `sizes` on a single core and on all cores."""
+    """Yield the speeds on one core and on all cores, for blocks of each number of tokens in `sizes`."""
     cpus = os.sched_getaffinity(0)
     try:
         for cores in sorted({1, len(cpus)}):
-            # one core comes first: threads inherit their maker's affinity
+            # set before `measure` makes threads, which inherit it
             os.sched_setaffinity(0, {min(cpus)} if cores == 1 else cpus)
             for tokens in sizes:
                 yield from measure(codec, cores, tokens, repeats)
@@ -95,7 +97,7 @@ def measure_on_cores(codec: str, sizes: Sequence[int], repeats: int) -> Iterator
 
 
 def machine() -> str:
-    """Processor, cores and load, in a line."""
+    """Return processor, cores, load and numpy's version in a line."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -106,7 +108,7 @@ def machine() -> str:
 
 
 def table(results: list[Result], title: str) -> Table:
-    """A row for each number of cores, block size and operation."""
+    """Return a table with a row for each result."""
     made = Table(title=title, caption="median (slowest-fastest); GB/s of bf16", box=SIMPLE, padding=0)
     for column in ("tokens", "cores", "", "M vectors/s", "GB/s"):
         made.add_column(column, justify="right", no_wrap=True)
@@ -117,7 +119,7 @@ def table(results: list[Result], title: str) -> Table:
 
 
 def on_gpu(console: Console, codec: str, repeats: int, json_file: Path | None, once: bool) -> None:
-    """Measure the CUDA kernels of one codec, of several with commas between, or of "all"."""
+    """Measure the CUDA kernels of one codec, of several with commas between, or of "all". once: only for a profiler."""
     import torch
 
     from manthan.benchmarks import codec_gpu
@@ -146,12 +148,12 @@ def on_gpu(console: Console, codec: str, repeats: int, json_file: Path | None, o
 
 
 def main(
-    codec: Annotated[str, typer.Option(help="Name of the codec; cuda: or several, or all.")] = ("wht-5x"),
+    codec: Annotated[str, typer.Option(help="Name of the codec; for cuda also several, or all.")] = ("wht-5x"),
     repeats: Annotated[int, typer.Option(help="Repeats of each measurement.")] = 9,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
     backend: Annotated[str, typer.Option(help="numpy or cuda.")] = "numpy",
     once: Annotated[
-        bool, typer.Option("--once", help="cuda: run each once, for ncu --profile-from-start off.")
+        bool, typer.Option("--once", help="For cuda: run each operation once, for ncu --profile-from-start off.")
     ] = False,
 ) -> None:
     """Measure the codec on this machine."""

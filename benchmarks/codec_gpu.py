@@ -1,11 +1,11 @@
-"""CUDA kernels over a paged cache, compared with the GPU's copy; run by `codec.py --backend cuda`.
+"""Speed of the CUDA kernels on a paged KV cache, compared with a device copy; run by `codec.py --backend cuda`.
 
-Caches of Qwen3-8B's shape, 36 layers of 8 KV heads of 128, and of SmolLM2's, 30 layers of 3 heads of 64, in pages of 16
-tokens, bf16. Blocks in random order are encoded to separate offsets and decoded back. Each sample is ten launches
-between two events.
+The bf16 caches have Qwen3-8B's shape, 36 layers of 8 KV heads of 128, and SmolLM2's, 30 layers of 3 KV heads of 64, in
+blocks of 16 tokens. Blocks in random order are encoded to separate offsets, verified, and decoded back. Each sample is
+LAUNCHES calls between two CUDA events.
 
-Numbers fit a made-up profile, the codec's profile if the codec needs one. The time of calibrated codecs depends on the
-size of the product: heads * head_dim. `product` is the product alone, by cuBLAS, counted with 0 bytes.
+The numbers fit a made-up profile of a model. Calibrated codecs need a profile and get this one. They multiply by
+matrices, so their time depends on heads * head_dim.
 """
 
 import statistics
@@ -31,15 +31,16 @@ from manthan.codec.wht import WhtPreset
 
 TOKENS = 16
 SHAPES = ((36, 8, 128), (30, 3, 64))
-"""Layers, heads and head sizes."""
+"""Layers, KV heads and head_dim of the two models."""
 MI = 1 << 20
 LAUNCHES = 10
 
 
 @dataclass(frozen=True)
 class GpuResult:
-    """Figure. median, slowest, fastest: G vectors/s. nbytes: read and written by a launch. of_copy: bytes a second, as
-    a share of a device-to-device copy's.
+    """Speed of an operation. vectors: keys and values in a call. nbytes: bytes that a call reads and writes.
+
+    median, slowest, fastest: G vectors/s. of_copy: the operation's bytes a second, as a share of a device copy's.
     """
 
     codec: str
@@ -55,7 +56,7 @@ class GpuResult:
 
 
 class Work(NamedTuple):
-    """Unit of measurement. shape: layers, heads, head size."""
+    """Codec and cache to measure. shape: layers, KV heads, head_dim. vectors: approximate number of vectors."""
 
     codec: str
     shape: tuple[int, int, int]
@@ -63,12 +64,12 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, codec: str) -> "list[Work]":
-        """Return the work for a codec, 256 Ki to 4 Mi vectors of SHAPES."""
+        """Return a codec's work: 256 Ki, 1 Mi and 4 Mi vectors of each of SHAPES."""
         return [cls(codec, shape, vectors) for shape in SHAPES for vectors in (MI // 4, MI, 4 * MI)]
 
     @classmethod
     def all(cls) -> "list[Work]":
-        """Return the work for every codec with kernels, a Mi of vectors."""
+        """Return the work of all codecs with kernels: 1 Mi vectors of each of SHAPES."""
         return [cls(codec, shape, MI) for codec in codec_names() if _has_kernels(codec) for shape in SHAPES]
 
 
@@ -78,7 +79,10 @@ def _has_kernels(codec: str) -> bool:
 
 
 class Meter:
-    """Times launches. once: runs each launch once instead, on a separate stream, for a profiler."""
+    """Times calls of kernels. copy: bytes a second of a device copy.
+
+    once: times nothing; after a warm-up, makes each call once on a separate stream with the CUDA profiler on.
+    """
 
     def __init__(self, repeats: int, *, once: bool = False) -> None:
         self.repeats, self._once = repeats, once
@@ -103,7 +107,7 @@ class Meter:
 
 
 def seconds(call: Callable[[], object], repeats: int) -> list[float]:
-    """Return seconds of a launch, for each repeat."""
+    """Return the mean seconds of a call, for each repeat of LAUNCHES calls. The first LAUNCHES calls do not count."""
     for _ in range(LAUNCHES):
         call()
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
@@ -117,14 +121,14 @@ def seconds(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def copy_bandwidth(repeats: int) -> float:
-    """Bytes read and written a second by a copy of a GiB on the device."""
+    """Return the bytes that a device copy of 1 GiB reads and writes in a second."""
     source = torch.ones(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / statistics.median(seconds(lambda: target.copy_(source), repeats))
 
 
 def measure(work: Work, meter: Meter) -> Iterator[GpuResult]:
-    """Encode, verify and decode whole blocks."""
+    """Yield the speeds of encoding, of verifying and of decoding whole blocks."""
     layers, heads, head_dim = work.shape
     blocks = max(1, work.vectors // (2 * layers * heads * TOKENS))
     profile = made_up.profile(*work.shape, made_up.rope_of(head_dim))
@@ -154,8 +158,8 @@ def measure(work: Work, meter: Meter) -> Iterator[GpuResult]:
 
 
 def table(results: list[GpuResult], title: str) -> Table:
-    """A row for each operation and size."""
-    caption = "G vectors/s: median (slowest-fastest); TB read and written a second, and of a copy's"
+    """Return a table with a row for each result."""
+    caption = "G vectors/s: median (slowest-fastest); TB/s read and written, and as a share of a copy's"
     made = Table(title=title, caption=caption, box=SIMPLE, padding=0)
     for column in ("codec", "heads", "D", "vectors", "", "G/s", "TB/s", "of copy"):
         made.add_column(column, justify="right", no_wrap=True)

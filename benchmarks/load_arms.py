@@ -1,4 +1,8 @@
-"""Arms of the load benchmark: all have the same KV pool, and the same bytes outside the pool."""
+"""Arms of the load benchmark: systems to measure, such as plain vLLM, with equal KV pools and bytes outside the pool.
+
+The arm `wide` has all these bytes in its pool. `plain-ordered` is plain vLLM with a priority for returns.
+`host-arrival` is Manthan without its own order of waiting requests.
+"""
 
 import dataclasses
 import json
@@ -28,15 +32,15 @@ ARMS = (PLAIN, ORDERED, WIDE, OFFLOAD, LMCACHE, ARRIVAL, *OURS[:2], DISK, *OURS[
 CPU_ARMS, GPU_ARMS = (PLAIN, WIDE, "host"), (PLAIN, OFFLOAD, "host")
 MANTHAN_ARMS = (*OURS, DISK, ARRIVAL)
 LOG_FORMAT = "%(levelname)s %(created).3f [%(filename)s:%(lineno)d] %(message)s"
-"""Format of a server's log: with the time to the millisecond, to compare lines with requests."""
+"""Format of a server's log lines: with the Unix time to the millisecond, to compare lines with requests."""
 LMCACHE_CHUNK_TOKENS = 256
-"""LMCache's own default."""
+"""Tokens of a chunk by LMCache's default."""
 LMCACHE_CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
 """Module of vLLM's LMCacheMPConnector."""
 
 
 class LMCacheServer(NamedTuple):
-    """LMCache's process: the two ports, and tokens of a chunk."""
+    """LMCache's server process: its two ports, and the number of tokens in a chunk."""
 
     port: int
     http_port: int
@@ -45,8 +49,10 @@ class LMCacheServer(NamedTuple):
 
 @dataclass(frozen=True)
 class Arms:
-    """Common settings of all arms. more: keys of Manthan's. made_up: True for made-up weights, so no codec is
-    judged.
+    """Common settings of all arms. longest: most tokens of a prompt with the answer. requests: most at a time.
+
+    more: further configuration of Manthan, by dotted key. made_up: True for made-up weights. Manthan's guard, which
+    measures a codec's loss, is then off.
     """
 
     memory: Memory
@@ -62,7 +68,7 @@ class Arms:
     lmcache: LMCacheServer | None = None
 
     def make(self, kind: str, codec: str) -> CapacityArm:
-        """codec: of Manthan's arms."""
+        """Return the arm. kind: one of ARMS. codec: empty for an arm without Manthan."""
         memory = self.memory if kind != WIDE else _all_pool(self.memory)
         base = kind if kind in (OFFLOAD, *MANTHAN_ARMS) else PLAIN
         arm = arm_in(memory, "host" if kind == ARRIVAL else base, codec, self.longest, self.redis, self._flags())
@@ -77,7 +83,7 @@ class Arms:
         return "--enable-per-request-metrics", "--max-num-seqs", str(min(256, self.requests)), *self.flags
 
     def _manthan(self, kind: str, codec: str) -> dict[str, Any]:
-        """Return Manthan's options. Only a given profile is used, because making one would disturb the measurement."""
+        """Return an arm's configuration of Manthan, by dotted key. For the arm `disk`, make an empty folder."""
         profile = {"profile": str(self.profile)} if self.profile and needs_profile(codec) else {}
         options: dict[str, Any] = {
             "idle.after_s": self.idle_after_s,
@@ -91,9 +97,9 @@ class Arms:
         return options | self.more | ({"ordering": "arrival"} if kind == ARRIVAL else {})
 
     def _lmcache(self, arm: CapacityArm) -> CapacityArm:
-        """Return the arm with LMCache's multi-process mode: vLLM's connector starts LMCache's server.
+        """Return the arm with LMCache's multi-process mode, in which vLLM's connector starts LMCache's server.
 
-        LMCache's RAM is taken at the start, like Manthan's. Usage is not reported to LMCache's makers.
+        LMCache takes all its RAM at the start, like Manthan, and reports no usage to its makers.
         """
         assert self.lmcache is not None
         server = {
@@ -138,14 +144,14 @@ def _all_pool(memory: Memory) -> Memory:
 
 
 def read_arms(text: str, on_gpu: bool) -> list[str]:
-    """Return arms by name, in the order of ARMS; raises BadParameter for an unknown name."""
+    """Return the arms' names in the order of ARMS. Raises BadParameter for an unknown name."""
     wanted = {part.strip() for part in text.split(",")} if text else {*(GPU_ARMS if on_gpu else CPU_ARMS)}
     refuse_unknown("--arms", wanted, ARMS)
     return [kind for kind in ARMS if kind in wanted]
 
 
 def cannot_run(kind: str, on_gpu: bool) -> str:
-    """Return the reason to leave the arm out, in a sentence; empty for a possible arm."""
+    """Return a sentence with the reason why the arm cannot run here; empty for an arm that can."""
     if kind in ON_GPU_ONLY and not on_gpu:
         return f"Arm {kind} is left out: it needs a GPU, and none was found here."
     if kind == LMCACHE:

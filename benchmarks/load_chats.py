@@ -1,7 +1,7 @@
-"""Users of the load benchmark: the arrival, the words and the thinking time of each chat.
+"""Chats of the load benchmark: when each begins, what its user says, and how long the user thinks.
 
-Made-up chats come within some seconds, and think after each answer. A trace's chats are the trace's requests, each on
-time. All is settled before a server starts, so that each arm is asked the same.
+Made-up chats begin within some seconds, and pause after each answer. Of a trace, each request is a chat of one turn, at
+the request's time. All chats are made before a server starts, so that each measured system gets the same.
 """
 
 import random
@@ -20,11 +20,11 @@ from manthan.benchmarks.tables import DIGITS, Table
 
 FIXED, EXPONENTIAL = "fixed", "exponential"
 TRACE_SEED = 1_000_000_007
-"""Seed of the tokens in a trace's blocks, different from the chats'."""
+"""Seed of the tokens in a trace's blocks. Made-up chats have seeds from the command line."""
 
 
 class Said(NamedTuple):
-    """User's addition to the conversation: token ids, and the begin of the right answer if any."""
+    """Token ids that a turn adds to the prompt. right: text that a right answer begins with; None if not checked."""
 
     tokens: Sequence[int]
     right: str | None = None
@@ -32,9 +32,10 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """pause_s: from the end of the previous answer. known: number of tokens said before.
+    """Turn of a chat. pause_s: seconds from the end of the previous answer.
 
-    is_whole: True if `said` is the whole prompt, without the earlier turns.
+    known: number of prompt tokens that earlier requests of the trace have too; 0 for a made-up chat. is_whole: True if
+    `said` is the whole prompt, not an addition to the earlier turns.
     """
 
     said: Said
@@ -46,9 +47,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Chat:
-    """Conversation. name: for the server; empty for the server to find out. first: number of the first turn.
+    """Conversation. name: session id for the server; empty for none. starts_s: seconds from the start of the load.
 
-    then: conversation of the same user at the end of this one.
+    first: number of the first turn. then: chat that the same user begins at the end of this one.
     """
 
     name: str
@@ -60,7 +61,10 @@ class Chat:
 
 @dataclass(frozen=True)
 class Made:
-    """Made-up chats. said: tokens added by a user in a later turn. arrive_s: seconds until all have come."""
+    """Settings of made-up chats. tokens: of a first prompt. said: tokens that a later turn adds.
+
+    answer: tokens of an answer. thinking: FIXED, or EXPONENTIAL with mean think_s. arrive_s: all chats begin within it.
+    """
 
     chats: int
     tokens: int
@@ -74,18 +78,18 @@ class Made:
 
     @property
     def longest(self) -> int:
-        """Tokens of the last prompt with the answer."""
+        """Number of tokens of the last prompt with its answer."""
         return self.tokens + self.turns * self.answer + (self.turns - 1) * self.said
 
 
 class Writer(Protocol):
-    """Returns words of about `tokens` tokens."""
+    """Function that returns about `tokens` tokens for turn number `turn`, from 0, of a chat."""
 
     def __call__(self, chat: int, turn: int, tokens: int) -> Said: ...
 
 
 def writer(served: Served | None, vocabulary: int, seed: int) -> Writer:
-    """Tables to look things up in where the model can read, else random tokens."""
+    """Return a writer of tables with lookups if the model has weights and a tokenizer, else of random tokens."""
     if served is None or served.made_up or not (served.folder / "tokenizer.json").exists():
         return lambda chat, turn, tokens: Said(random_tokens(seed, 1000 * chat + turn, tokens, vocabulary))
     folder = str(served.folder)
@@ -106,7 +110,7 @@ def writer(served: Served | None, vocabulary: int, seed: int) -> Writer:
 
 
 def made_up(made: Made, say: Writer) -> list[Chat]:
-    """Return chats in the order of their arrival, evenly over `made.arrive_s`."""
+    """Return chats in the order of their beginnings, at random times within `made.arrive_s`."""
     rng = random.Random(made.seed)
     starts = sorted(rng.uniform(0, made.arrive_s) for _ in range(made.chats))
     return [
@@ -129,7 +133,7 @@ def _turn(made: Made, say: Writer, rng: random.Random, chat: int, turn: int) -> 
 class Replay:
     """Replay of a trace. speed: divisor of times. shrink: divisor of the lengths of prompts and answers.
 
-    requests: number of first requests; 0 for all.
+    requests: number of the first requests to replay; 0 for all.
     """
 
     trace: Path
@@ -138,7 +142,7 @@ class Replay:
     requests: int
 
     def read(self) -> Trace:
-        """Raises BadParameter."""
+        """Return the trace. Raises BadParameter for an unreadable file."""
         try:
             return read_trace(self.trace)
         except TraceError as error:
@@ -146,9 +150,9 @@ class Replay:
 
 
 def replayed(replay: Replay, trace: Trace, longest: int, vocabulary: int) -> list[Chat]:
-    """Return each request as a chat, on time. Requests with more tokens than `longest` are left out.
+    """Return each request as a chat of one turn, without requests whose prompt and answer exceed `longest` tokens.
 
-    The tokens of a block follow from the hash, so that prompts share the same blocks as in the trace.
+    Blocks with equal hashes get equal tokens, so that prompts share the same blocks as in the trace.
     """
     chosen = trace.requests[: replay.requests or None]
     block = max(1, round(trace.block_tokens / replay.shrink))
@@ -174,9 +178,9 @@ def replayed(replay: Replay, trace: Trace, longest: int, vocabulary: int) -> lis
 
 
 def _turns(requests: Sequence[TracedRequest]) -> Iterator[int]:
-    """Yield the number of each request in the conversation: one more than the last request whose prompt is continued.
+    """Yield the turn number of each request: 1, or one more than that of the request whose prompt it continues.
 
-    A prompt of one full block is no conversation: the block may be a common system prompt.
+    A prompt of one full block is not continued, because the block may be a common system prompt.
     """
     ends: dict[bytes, int] = {}
     for request in requests:

@@ -1,4 +1,7 @@
-"""Is a request slower than on plain vLLM? Three loads on each server, and a table of Manthan's times over plain's."""
+"""Comparison of Manthan's request times with plain vLLM's, in three loads: is any request slower?
+
+An arm is a measured system: plain vLLM, or a kind of Manthan. A load is a set of chats.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,21 +26,21 @@ FIRST, BETWEEN = "first token", "between tokens"
 QUANTILES = {"p50": 0.50, "p99": 0.99}
 MOST = 1.05
 BOUND_S = 60.0
-"""Most seconds that the ordering delays a first token."""
+"""Manthan's default `admission_s`: most seconds that a request stands back for its tokens to compute."""
 TOGETHER_MS = 0.5
 
 
 def three_loads(made: Made, pool_blocks: int, block_size: int, positions: int) -> dict[str, Made]:
-    """Return loads of about equally many requests within the same time: chats that fit the pool, chats that ask once
-    and never return, and the given chats, which do not fit.
+    """Return three loads with about as many requests as `made`, in the same time, by name.
 
-    Chats that fit are few, with more turns.
+    FITS: chats that fit the pool, with the number of turns that makes most requests. STRANGERS: chats of one turn.
+    OUTGROWS: the chats of `made`, which do not fit.
 
     Args:
         positions: Most tokens of a prompt with the answer.
 
     Raises:
-        BadParameter: if all of the given chats fit the pool, or none returns.
+        BadParameter: if the chats of `made` fit the pool, or have one turn.
     """
     requests, span_s = made.chats * made.turns, made.arrive_s + (made.turns - 1) * made.think_s
 
@@ -58,9 +61,9 @@ def three_loads(made: Made, pool_blocks: int, block_size: int, positions: int) -
 
 @dataclass(frozen=True)
 class Row:
-    """Times of an arm in a load, and plain vLLM's, in ms by quantile.
+    """Times of an arm in a load, and plain vLLM's, in ms by quantile over all repeats. what: FIRST or BETWEEN.
 
-    ratios: of all repeats together. spread: least and most of the ratios of each repeat.
+    spread: by quantile, least and most of the repeats' own ratios. is_ordered: True if the arm reorders requests.
     """
 
     load: str
@@ -77,7 +80,7 @@ class Row:
 
     @property
     def above(self) -> list[str]:
-        """Return the ratios above MOST in words, and mark each ratio allowed by the ordering's bound."""
+        """Return texts of the ratios above MOST. Mark a ratio if the ordering's BOUND_S allows it."""
         found = []
         for name, ratio in self.ratios.items():
             if ratio > MOST:
@@ -88,7 +91,10 @@ class Row:
 
 
 def times(run: dict[str, Any], load: str, what: str) -> list[float]:
-    """Return the milliseconds of a run's answered requests. Tokens read at once by the client count as one."""
+    """Return milliseconds of all answered requests: until the first token, or the gaps between pieces of an answer.
+
+    Gaps up to TOGETHER_MS do not count, because the client read both pieces at once.
+    """
     answered = [one for one in run["loads"][load]["requests"] if not one["error"]]
     if what == FIRST:
         return [one["ttft_s"] * 1e3 for one in answered]
@@ -96,7 +102,7 @@ def times(run: dict[str, Any], load: str, what: str) -> list[float]:
 
 
 def rows(report: dict[str, Any]) -> Iterator[Row]:
-    """Yield all comparisons. A repeat counts only with plain vLLM's repeat."""
+    """Yield a row for each load, FIRST and BETWEEN, and arm. A repeat counts only if plain vLLM has its seed too."""
     plain = {run["seed"]: run for run in report["runs"] if run["arm"] == PLAIN}
     arms = dict.fromkeys(run["arm"] for run in report["runs"] if run["arm"] != PLAIN)
     for load in (FITS, STRANGERS, OUTGROWS):
@@ -121,7 +127,7 @@ def _row(load: str, what: str, arm: str, pairs: Sequence[tuple[list[float], list
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
-    """Return a joint report of several with different seeds; see merge_reports."""
+    """Return one report of several with different arms or seeds; see merge_reports."""
     return merge_reports(files, "fairness", ("model", "loads", "memory"), lambda run: (run["arm"], run["seed"]))
 
 
@@ -151,7 +157,7 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
 
 
 def reused(report: dict[str, Any], load: str) -> str:
-    """Return each arm's share of the returns' prompts without compute: a load that fits the pool must be resident."""
+    """Return a text: by arm, the share of returns' prompt tokens not computed. It tells if a load fits the pool."""
     parts = []
     for arm in dict.fromkeys(run["arm"] for run in report["runs"]):
         requests = [one for run in report["runs"] if run["arm"] == arm for one in run["loads"][load]["requests"]]
@@ -159,7 +165,7 @@ def reused(report: dict[str, Any], load: str) -> str:
         if returns:
             share = sum(one["cached_tokens"] for one in returns) / sum(one["prompt_tokens"] for one in returns)
             parts.append(f"{arm} {share:.0%}")
-    return f"of returns not computed: {', '.join(parts)}" if parts else "nobody returns"
+    return f"returns' tokens not computed: {', '.join(parts)}" if parts else "no chat returns"
 
 
 def make_table(report: dict[str, Any], found: Sequence[Row]) -> Table:
@@ -181,7 +187,7 @@ def make_table(report: dict[str, Any], found: Sequence[Row]) -> Table:
 
 
 def draw(report: dict[str, Any]) -> Any:
-    """Draw each load in a column: the distribution of first tokens, and of times between tokens."""
+    """Draw a column for each load: distributions of times to the first token, and of times between tokens."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(16, 9), layout="constrained")

@@ -1,4 +1,7 @@
-"""Results of the load benchmark, as tables and as a plot."""
+"""Results of the load benchmark, as tables and as a plot.
+
+An arm is a measured system, such as plain vLLM. A return is a request after the first turn of its chat.
+"""
 
 import statistics
 from collections import Counter
@@ -18,9 +21,9 @@ from manthan.benchmarks.capacity_report import COLORS, GREYS, quantile
 QUANTILES = (0.50, 0.90, 0.99)
 SLOW_FROM = 0.90
 MOST_TURNS = 4
-"""Turns shown singly. Later turns are shown together."""
+"""Turn from which on all turns are shown together."""
 LONG_MS = 10_000
-"""Longest wait in a table of milliseconds. Tables with longer waits are in seconds."""
+"""A table is in seconds if an arm's p99 of the returns is this or more."""
 COMPACT: dict[str, Any] = {"box": SIMPLE, "pad_edge": False, "collapse_padding": True}
 PARTS = {
     "queue": "queue",
@@ -35,10 +38,10 @@ OTHERS = ("plain", "plain-ordered", "wide", "offload", "lmcache")
 
 @dataclass(frozen=True)
 class Slow:
-    """Slowest tenth of an arm's returns.
+    """Slowest tenth of an arm's returns. count: number of them. mean_ms: mean time to the first token.
 
-    parts: mean milliseconds of the parts of the waits. found: number of returns by kind of hit. ahead: mean tokens of
-    concurrent prompts computed meanwhile.
+    parts: mean milliseconds of each part of the wait, by key of PARTS. found: number of returns by `Wait.found`. ahead:
+    mean of `Wait.ahead`.
     """
 
     count: int
@@ -50,10 +53,10 @@ class Slow:
 
 @dataclass(frozen=True)
 class Found:
-    """Waits of an arm's users: milliseconds by turn, MOST_TURNS and later together.
+    """Results of an arm. turns: ms to the first token by turn, from MOST_TURNS on together. returns: ms of all returns.
 
-    rate: generated tokens a second. not_computed: of the prompt tokens of returns. right: of checked answers. errors:
-    unanswered requests.
+    rate: generated tokens a second. not_computed: share of the returns' prompt tokens. right: number of right answers,
+    of the `checked` ones. errors: number of unanswered requests. failures: number of blocks not stored or restored.
     """
 
     arm: str
@@ -112,7 +115,7 @@ def _slow(waits: Sequence[dict[str, Any]]) -> Slow | None:
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
-    """Return a joint report of several; see merge_reports."""
+    """Return one report of several with different arms; see merge_reports."""
     return merge_reports(files, "load", ("model", "made", "trace", "memory"), lambda run: run["arm"])
 
 
@@ -171,7 +174,7 @@ def waits_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
 
 
 def starts(found: Sequence[Found]) -> str:
-    """Return time to start and the median of first prompts, against plain vLLM's of the same run."""
+    """Return a line: each arm's time to start and median wait of first prompts, compared with plain vLLM's."""
     plain = next((one for one in found if one.arm == "plain"), None)
     parts = []
     for one in found:
@@ -220,9 +223,7 @@ def slow_table(found: Sequence[Found]) -> Table:
 
 
 def draw(report: dict[str, Any], found: Sequence[Found]) -> Any:
-    """Draw the distribution of the returns' first tokens (left), by turn (middle), and the slowest tenth's parts
-    (right).
-    """
+    """Draw distributions of the returns' waits, quantiles by turn, and the slowest tenth's parts of waits."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -257,7 +258,7 @@ def _draw_returns(axes: Any, found: Sequence[Found], colors: dict[str, str]) -> 
 
 
 def _draw_turns(axes: Any, found: Sequence[Found], colors: dict[str, str]) -> None:
-    """p50, p90 and p99 of each arm, turn by turn."""
+    """Draw p50, p90 and p99 of each arm's waits, by turn."""
     turns = sorted({turn for one in found for turn in one.turns})
     width = 0.8 / len(found)
     for place, one in enumerate(found):

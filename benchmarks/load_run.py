@@ -1,6 +1,6 @@
 """Run of the load benchmark: servers in turn, the same chats for each, a report.
 
-`options` has the command's arguments; see load.py. A trace to replay is `replay`.
+An arm is a system to measure, such as plain vLLM. `options` has the command's arguments; see load.py.
 """
 
 import contextlib
@@ -55,17 +55,17 @@ from manthan.benchmarks.server import VllmServer, codec_used
 from manthan.benchmarks.settle import until_settled
 
 CACHES = ("VLLM_CACHE_ROOT", "NUMBA_CACHE_DIR", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR")
-"""Environment variables of folders with compiled kernels."""
+"""Environment variables that name folders of compiled kernels."""
 ANSWER_TIMEOUT_S = 1800.0
-"""Longest wait of a user for an answer."""
+"""Seconds without data from the server after which a request fails."""
 FORGET_S = 10.0
 SOON_S = 5.0
-"""Longest idle time worth waiting for."""
+"""Largest --idle-after for which the warm-up waits until its chat is saved."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes missing on the command line. memory: bytes outside the pool; 0 for the bytes of the pool."""
+    """Defaults of options. pool_chats: first prompts that the pool holds. memory: bytes; 0 for those of the pool."""
 
     chats: int
     tokens: int
@@ -82,9 +82,9 @@ CPU = Sizes(chats=20, tokens=512, pool_chats=8, memory=0)
 
 @dataclass(frozen=True)
 class Load:
-    """Chats, tokens of the longest prompt with the answer, and a report's facts of the chats.
+    """Chats to run on each server. longest: tokens of the longest prompt with the answer.
 
-    parts: by name, loads for each server in turn, instead of these chats.
+    about: the report's keys about the chats. parts: by name, settings of several loads to run instead of `chats`.
     """
 
     chats: list[Chat]
@@ -94,7 +94,7 @@ class Load:
 
 
 def made_of(options: Namespace, on_gpu: bool) -> Made:
-    """Return the chats' numbers and times, for a load without a trace."""
+    """Return the settings of made-up chats, for a load without a trace."""
     sizes, arrive_s = GPU if on_gpu else CPU, 2 * options.think if options.arrive is None else options.arrive
     return Made(
         options.chats or sizes.chats, options.tokens or sizes.tokens, options.turns, options.said, options.answer,
@@ -103,7 +103,7 @@ def made_of(options: Namespace, on_gpu: bool) -> Made:
 
 
 def load_of(options: Namespace, served: Served | None, vocabulary: int, positions: int, on_gpu: bool) -> Load:
-    """positions: the model's most. Raises BadParameter for chats too long for the model."""
+    """Return the load of the trace to replay, or of made-up chats. Raises BadParameter if all are too long."""
     made, most = made_of(options, on_gpu), positions - SPARE_POSITIONS
     if options.replay is not None:
         trace = options.replay.read()
@@ -123,7 +123,7 @@ def load_of(options: Namespace, served: Served | None, vocabulary: int, position
 
 
 def in_parts(options: Namespace, served: Served, load: Load) -> Load:
-    """Return the three loads of --fairness. Raises BadParameter."""
+    """Return a load with the three parts of --fairness. Raises BadParameter; see three_loads."""
     blocks, most = memory_of(options, served, load).pool_blocks, served.shape.positions - SPARE_POSITIONS
     parts = load_fairness.three_loads(replace(made_of(options, served.on_gpu), seed=0), blocks, served.block_size, most)
     longest = max(made.longest for made in parts.values()) + SPARE_POSITIONS
@@ -136,7 +136,7 @@ def chats_of(made: Made, served: Served) -> list[Chat]:
 
 
 def memory_of(options: Namespace, served: Served, load: Load) -> Memory:
-    """Return the pool of all arms, and their bytes outside the pool."""
+    """Return the KV pool and the bytes outside the pool, equal for all arms."""
     sizes = GPU if served.on_gpu else CPU
     tokens = options.pool or sizes.pool_chats * (load.about["tokens"] or load.longest)
     least = -(-load.longest // served.block_size) + 2
@@ -149,7 +149,9 @@ def memory_of(options: Namespace, served: Served, load: Load) -> Memory:
 def choose_arms(
     options: Namespace, served: Served, memory: Memory, longest: int, most: int, stack: ExitStack
 ) -> dict[str, CapacityArm | str]:
-    """Return each arm by name, or the reason to leave the arm out. The stack ends the arms' servers.
+    """Return each arm by name, or the reason to leave the arm out.
+
+    When the stack ends, it stops a Redis server started here, frees LMCache's ports, and removes a made-up profile.
 
     Args:
         longest: tokens of the longest prompt with the answer.
@@ -183,7 +185,7 @@ def choose_arms(
 def serving(
     options: Namespace, served: Served, arm: CapacityArm, longest: int, name: str, console: Console
 ) -> Iterator[tuple[VllmServer, Bar, dict[str, Any]]]:
-    """Start an arm's server and warm up; yield the server, a progress bar, and facts for the report."""
+    """Start an arm's server; warm it up unless --cold. Yield the server, a progress bar, and keys for the report."""
     began = time.monotonic()
     with ExitStack() as stack:
         if options.cold:
@@ -206,7 +208,7 @@ def serving(
 def run_arm(
     options: Namespace, served: Served, load: Load, arm: CapacityArm, repeat: int, console: Console
 ) -> dict[str, Any]:
-    """Start a server, warm up, let the chats talk, and end the server."""
+    """Run the load on an arm's server, and return the run for the report. repeat: added to --seed, for `parts`."""
     began, seed = time.monotonic(), options.seed + repeat
     name = f"fairness-{seed}" if load.parts else "load"
     parts = {
@@ -232,7 +234,7 @@ def run_arm(
 
 
 def warm_up(server: Endpoint, options: Namespace, served: Served, longest: int, is_ours: bool) -> None:
-    """Let a separate chat come and return, and forget all, because a server's first requests take longer."""
+    """Send a further chat's prompt twice and empty the caches, because a server's first requests take longer."""
     made = Made(1, max(16, longest // 2), 1, 1, 4, 0.0, FIXED, 0.0, options.seed + 1)
     chats = made_up(made, writer(None, served.shape.vocabulary, made.seed))
     still_s = 0.0 if not is_ours or options.idle_after > SOON_S else options.idle_after + 1
@@ -246,7 +248,7 @@ def warm_up(server: Endpoint, options: Namespace, served: Served, longest: int, 
 
 
 def forget(server: Endpoint) -> None:
-    """Everything; a connector may hold blocks for a moment after the last request."""
+    """Empty the server's caches. Retry for FORGET_S, because a connector may hold blocks after the last request."""
     deadline = time.monotonic() + FORGET_S
     while True:
         try:
@@ -258,7 +260,7 @@ def forget(server: Endpoint) -> None:
 
 
 def as_report(talk: Talk, waits: Sequence[Any], is_ours: bool) -> dict[str, Any]:
-    """Return each request with the parts of the wait."""
+    """Return a talk for the report, each answered request with its wait. waits: in the order of talk.asked."""
     explained = iter(waits)
     requests = [asdict(one) | ({} if one.error else {"wait": asdict(next(explained))}) for one in talk.asked]
     about = {
@@ -272,13 +274,13 @@ def as_report(talk: Talk, waits: Sequence[Any], is_ours: bool) -> dict[str, Any]
 
 
 def said(talk: Talk) -> str:
-    """A load in a line."""
+    """Return a talk in a line, for the console."""
     answered = sum(not one.error for one in talk.asked)
     return f"{answered} of {talk.planned} requests answered in {talk.wall_s:.0f} s"
 
 
 def run_given(options: Namespace, console: Console) -> tuple[Load, dict[str, Any]]:
-    """Measure a server started by the user."""
+    """Run the load on a server started by the user. Return the load and the run for the report."""
     with contextlib.closing(Endpoint(options.base_url, timeout_s=ANSWER_TIMEOUT_S)) as endpoint:
         positions = int(endpoint.about().get("max_model_len") or 1 << 20)
         served, vocabulary = None, SAFE_VOCABULARY
@@ -299,7 +301,7 @@ def run_given(options: Namespace, console: Console) -> tuple[Load, dict[str, Any
 
 
 def run(options: Namespace, plot_only: Sequence[Path], arguments: dict[str, Any]) -> None:
-    """The whole command; exits with 1 if an arm failed."""
+    """Do the whole command. Raises Exit, with status 1 if an arm failed."""
     console = make_console()
     reported: ModuleType = load_fairness if options.fairness else load_report
     if plot_only:

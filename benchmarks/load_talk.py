@@ -1,4 +1,4 @@
-"""Chats talk to a server, all at once, each at a separate pace, with a record of each request's wait."""
+"""Concurrent chats with a server, a thread for each user, and a record of each request and its wait."""
 
 import threading
 import time
@@ -29,11 +29,13 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class Asked:
-    """Sent request. Seconds from the start of the load, tokens, and the server's milliseconds.
+    """Sent request. chat: index of the user. session: name of the chat. turn: from 1 on.
 
-    known_tokens: prompt tokens computed before by the server. queue_ms: until the request was scheduled, and a load
-    from outside the pool was done. first_ms: from then to the first token. gaps_ms: between two pieces of the answer,
-    at the client. error: empty for an answered request.
+    sent_s: seconds from the start of the load. ttft_s, seconds: from sending to the first token, and to the end.
+    known_tokens: prompt tokens that the server computed for earlier requests. queue_ms: the server's time until it
+    scheduled the request, after any load of KV from outside the pool. first_ms: the server's time from then to the
+    first token. gaps_ms: between two pieces of the answer, at the client. right: None for an unchecked answer. error:
+    empty for an answered request.
     """
 
     chat: int
@@ -55,7 +57,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Talk:
-    """Record of a load. began: on the machine's clock, as in a server's log. planned: number of planned requests."""
+    """Record of a load. began: Unix time, as in a server's log. planned: number of planned requests.
+
+    samples: metrics WATCHED, every SAMPLE_S. counters: increase of the metrics COUNTED over the load.
+    """
 
     began: float
     wall_s: float
@@ -66,11 +71,12 @@ class Talk:
 
 
 class Talker:
-    """Has chats talk to a server.
+    """Sends the requests of chats to a server.
 
     Args:
         step: Called after each request.
-        ordered: True if requests have a priority: returns before first prompts.
+        deadline_s: Seconds from the start after which no request is sent.
+        ordered: True to send a priority with each request, so that the server takes returns before first prompts.
     """
 
     def __init__(self, endpoint: Endpoint, step: Callable[[], None], deadline_s: float, ordered: bool = False) -> None:
@@ -80,7 +86,7 @@ class Talker:
         self._over = threading.Event()
 
     def run(self, chats: Sequence[Chat]) -> Talk:
-        """Run all chats to their ends. Raises ServerError if the server is gone at the end."""
+        """Run all chats at a time, and return the record. Raises ServerError if the server is gone at the end."""
         before = self._counters()
         began, self._zero = time.time(), time.perf_counter()
         with self._sampled() as samples, ThreadPoolExecutor(max(1, len(chats))) as pool:
@@ -101,13 +107,13 @@ class Talker:
     # -- a chat -----------------------------------------------------------------------------------------
 
     def _user(self, index: int, chat: Chat | None) -> None:
-        """Run a user's chats in turn."""
+        """Run the user's chat, and after it each next chat (`then`), until a chat fails or time is over."""
         due = chat.starts_s if chat else 0.0
         while chat is not None and self._chat(index, chat, due):
             chat, due = chat.then, self._now()
 
     def _chat(self, index: int, chat: Chat, due: float) -> bool:
-        """Return False if a request failed, or the time is over: the chat ends there."""
+        """Run a chat, whose first pause begins at `due`. Return False if a request failed or time is over."""
         history: list[int] = []
         computed = 0
         for number, turn in enumerate(chat.turns):
@@ -160,7 +166,7 @@ class Talker:
         return reply
 
     def _check(self, reply: Reply) -> None:
-        """Raise ServerError for a missing field, because all answers would lack the field."""
+        """Raise ServerError if the answer lacks a needed field, because all answers of the server would lack it."""
         if not reply.reports_cached:
             raise self._endpoint.error(
                 f"The server at {self._endpoint.url} does not say how much of a prompt it had cached: start it with "
@@ -175,7 +181,7 @@ class Talker:
 
     @contextmanager
     def _sampled(self) -> Iterator[list[dict[str, float]]]:
-        """Yield the server's metrics, taken every SAMPLE_S."""
+        """Yield a list to which the server's metrics are added every SAMPLE_S."""
         samples: list[dict[str, float]] = []
 
         def look() -> None:
@@ -183,7 +189,7 @@ class Talker:
                 try:
                     found = self._endpoint.samples(*WATCHED)
                 except ServerError:
-                    continue  # every request finds out, too
+                    continue  # requests fail too then, and are recorded as errors
                 samples.append({"at_s": round(self._now(), 2)} | _by_name(found))
 
         watcher = threading.Thread(target=look, daemon=True)
@@ -200,7 +206,7 @@ class Talker:
 
 
 def _by_name(samples: Sequence[tuple[str, dict[str, str], float]]) -> dict[str, float]:
-    """Return values by name and distinctive label, without vLLM's prefix."""
+    """Return sums of values by name without `vllm:` and, if any, label state, cause, source or level."""
     values: dict[str, float] = {}
     for name, labels, value in samples:
         label = next((labels[one] for one in ("state", "cause", "source", "level") if one in labels), "")

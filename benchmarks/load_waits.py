@@ -1,4 +1,7 @@
-"""Parts of a wait for the first token: requests compared with Manthan's lines in the server's log."""
+"""Parts of each request's wait for the first token, from the server's times and Manthan's log lines.
+
+A session goes cold when Manthan saves its blocks in the store. A restore loads them back into vLLM's pool.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -22,7 +25,7 @@ RECOMPUTED = "recomputed"
 
 
 class Cold(NamedTuple):
-    """A session went cold, or came back, with `tokens` tokens. at_s: from the start of the load."""
+    """Log line: a session went cold or was restored, with `tokens` tokens. at_s: seconds from the start of the load."""
 
     at_s: float
     took_ms: float
@@ -35,8 +38,11 @@ class Wait:
 
     queue: until vLLM scheduled the request, or the restore began. restore: Manthan's fetching and decoding. after: from
     the restore until vLLM scheduled the request. compute: from the scheduling to the first token. rest: the API server,
-    HTTP and the client. ahead: tokens of concurrent prompts computed meanwhile. evicted: sessions gone cold meanwhile.
-    Unmeasured parts are None.
+    HTTP and the client. A part not measured is None.
+
+    found: kind of hit, a constant above. restored_tokens: tokens restored for this request. missed_tokens: tokens of
+    known full blocks that were computed again. ahead: computed tokens of other prompts whose waits overlap
+    this wait. evicted: number of sessions gone cold during the wait.
     """
 
     found: str
@@ -53,14 +59,14 @@ class Wait:
 
 
 class Lines(NamedTuple):
-    """Log lines of each session, in order."""
+    """Log lines by session, in the order of the log."""
 
     evictions: dict[str, list[Cold]]
     restores: dict[str, list[Cold]]
 
 
 def read_log(log: Path | None, began: float) -> Lines:
-    """Read the log. began: on the machine's clock; earlier lines do not count."""
+    """Read a server's log; None has no lines. began: Unix time of the load's start. Earlier lines have at_s < 0."""
     found = Lines({}, {})
     for line in log.read_text(errors="replace").splitlines() if log else ():
         if match := WENT_COLD.search(line):
@@ -73,7 +79,7 @@ def read_log(log: Path | None, began: float) -> Lines:
 
 
 def explain(talk: Talk, lines: Lines, block_size: int, is_ours: bool) -> list[Wait]:
-    """Return the wait of each answered request, in the order of talk.asked."""
+    """Return the wait of each answered request, in the order of talk.asked. is_ours: True if the server has Manthan."""
     answered = [one for one in talk.asked if not one.error]
     ends: dict[int, float] = {}
     waits = []
@@ -84,7 +90,7 @@ def explain(talk: Talk, lines: Lines, block_size: int, is_ours: bool) -> list[Wa
 
 
 def _wait(one: Asked, left_s: float, lines: Lines, block_size: int, is_ours: bool, ahead: int) -> Wait:
-    """Return the wait of a request. left_s: end of the previous answer."""
+    """Return the wait of a request. left_s: end of the previous answer of the same chat."""
     restores = list(_between(lines.restores.get(one.session, ()), one.sent_s, one.sent_s + one.seconds))
     restored, restore = sum(cold.tokens for cold in restores), sum(cold.took_ms for cold in restores)
     full = min(one.known_tokens, one.prompt_tokens - 1) // block_size * block_size
@@ -110,9 +116,7 @@ def _wait(one: Asked, left_s: float, lines: Lines, block_size: int, is_ours: boo
 
 
 def _after(one: Asked, restores: Sequence[Cold]) -> float:
-    """Return milliseconds from the last restore's end until the request was scheduled, first_ms before the
-    first token.
-    """
+    """Return milliseconds from the last restore's end until vLLM scheduled the request; 0 without a restore."""
     if not restores or one.first_ms is None or one.queue_ms is None:
         return 0.0
     scheduled_s = one.sent_s + one.ttft_s - one.first_ms / 1e3
@@ -140,9 +144,7 @@ def _between(found: Sequence[Cold], begin: float, end: float) -> Iterator[Cold]:
 
 
 def _ahead(one: Asked, others: Sequence[Asked]) -> int:
-    """Return prompt tokens of concurrent requests computed between sending and first token, as far as a client can
-    tell.
-    """
+    """Return the number of computed tokens of all other prompts whose waits overlap this wait."""
     first = one.sent_s + one.ttft_s
     return sum(
         other.prompt_tokens - other.cached_tokens

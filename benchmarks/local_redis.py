@@ -1,4 +1,4 @@
-"""Redis servers of benchmarks: a running server, or a server on a free port, ended with the benchmark."""
+"""Redis server for benchmarks: a running server, or one started on a free port and ended with the benchmark."""
 
 import contextlib
 import secrets
@@ -20,10 +20,9 @@ START_S = 20.0
 
 @contextlib.contextmanager
 def redis_at(url: str, flag: str = "--redis-url") -> Iterator[str]:
-    """Yield the URL of a server: the given server, or else a server ended with this context. flag: option of the given
-    URL.
+    """Yield the URL of a server: the given URL, or else that of a server started here and ended with this context.
 
-    Raises BadParameter for a silent server, or without a program to start.
+    flag: option to name in errors. Raises BadParameter if the given server does not answer or redis-server is missing.
     """
     if url:
         _check(url, flag)
@@ -47,7 +46,10 @@ def redis_at(url: str, flag: str = "--redis-url") -> Iterator[str]:
 
 @contextlib.contextmanager
 def redis_for_arms(url: str) -> Iterator[dict[str, str]]:
-    """Yield Manthan's keys of a server as in `redis_at`. All keys written by arms are deleted at the end."""
+    """Yield Manthan's `url` and `prefix` for a server as in `redis_at`.
+
+    At the end delete all Redis keys with this prefix, which the measured systems (arms) have written.
+    """
     with redis_at(url) as found:
         redis = {"url": found, "prefix": f"manthan-bench-{secrets.token_hex(4)}:"}
         try:
