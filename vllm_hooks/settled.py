@@ -28,8 +28,9 @@ logger = logging.getLogger("vllm.manthan")
 
 ASKED, DIGEST, FAULT = "manthan_codec_asked", "manthan_profile_digest", "manthan_kernel_fault"
 CALIBRATES = "manthan_profile_to_make"
-"""Keys in the settings that vLLM hands to its processes. Values: the codec as configured; the digest of its profile; why
-kernels cannot be compiled; and the path of a profile to make from prompts. Without such a thing a value is empty."""
+"""Keys in the settings that vLLM hands to its processes. Values: the codec as configured; the digest of its profile;
+why kernels cannot be compiled; and the path of a profile to make from prompts. A value without such a thing is empty.
+"""
 PROBE_S = 60.0
 """Most seconds to compile a kernel, to see if the compiler works."""
 PROBE = """
@@ -92,7 +93,7 @@ def _calibrates(vllm_config: "VllmConfig", codec: CodecConfig) -> str:
     cache = vllm_config.cache_config.cache_dtype
     reasons = {
         "codec.guard is false": not codec.guard,
-        "vLLM runs neither on a CPU nor on a CUDA GPU": not (current_platform.is_cpu() or current_platform.is_cuda()),
+        "vLLM runs on neither CPU nor CUDA": not (current_platform.is_cpu() or current_platform.is_cuda()),
         "attention may quantize queries for an fp8 cache on a GPU": current_platform.is_cuda()
         and cache.startswith("fp8"),
         "there are several ranks": parallel.world_size > 1,
@@ -135,9 +136,9 @@ def _compiled(architecture: str) -> str:
         return f"the compiler did not end in {PROBE_S:g} s"
     except OSError as error:
         return f"{type(error).__name__}: {error}"
-    return (
-        " ".join(done.stderr.split()) or f"the compiler's exit status is {done.returncode}" if done.returncode else ""
-    )
+    if not done.returncode:
+        return ""
+    return " ".join(done.stderr.split()) or f"the compiler's exit status is {done.returncode}"
 
 
 def without_profile(asked: CodecConfig, why: str) -> CodecConfig:
