@@ -135,9 +135,8 @@ class Talker:
         if self._ordered:
             named["priority"] = int(number == 1)
         what = {"chat": index, "session": chat.name, "turn": number, "sent_s": self._now(), "known_tokens": known}
-        reply = None
         try:
-            reply = self._endpoint.complete(
+            reply: Reply | None = self._endpoint.complete(
                 prompt,
                 max_tokens=turn.answer_tokens,
                 temperature=0,
@@ -160,6 +159,7 @@ class Talker:
             )
         except ServerError as error:
             asked = Asked(**what, prompt_tokens=len(prompt), error=str(error))
+            reply = None
         with self._lock:
             self._asked.append(asked)
             self._step()
