@@ -1,7 +1,7 @@
 """Measure how compression changes a model's loss and answers, after a prefix with compressed and decompressed KV.
 
-Exact tokens are the first tokens of a prefix whose KV is kept without loss. Measured are, for each codec and each
-number of exact tokens: perplexity of a continuation, KL divergence between next-token distributions after exact and
+A prefix's first tokens may be exact: their KV is kept without loss. Measured are, for each codec and each number of
+exact tokens: perplexity of a continuation, KL divergence between next-token distributions after exact and
 after decoded KV, tasks in contexts of several lengths, greedy answers, cosines between exact and decoded KV, and bytes.
 Engine `vllm` evicts and restores the prefix. With engine `transformers`, decoded KV replaces the KV cache.
 

@@ -1,6 +1,6 @@
 """Encode a prefix's KV into compressed blocks, as in the cold store, and decode the blocks.
 
-Exact tokens are the first tokens of a prefix, which a block stores without loss.
+A prefix's first tokens may be exact: a block stores their KV without loss.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Returned(NamedTuple):
 
 
 class CodedPrefix:
-    """Prefix through a codec. A block is encoded and decoded once for each number of exact tokens that is asked for.
+    """Blocks of a prefix, encoded and decoded by a codec: once for each number of exact tokens that is asked for.
 
     form: format of a block of the codec. kv: KV of the prefix, full blocks from position 0. threads: pool that encodes.
     """

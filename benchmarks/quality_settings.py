@@ -1,6 +1,6 @@
 """Settings of quality.py: a model's shape, a codec with a number of exact tokens, and the size of stored prefixes.
 
-Exact tokens are the first tokens of a prefix, whose KV is stored without loss.
+A prefix's first tokens may be exact: their KV is stored without loss.
 """
 
 from dataclasses import dataclass

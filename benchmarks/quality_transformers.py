@@ -138,7 +138,7 @@ class Reader:
         )._asdict()
 
     def _coded(self, kv: KV, settings: Sequence[Setting]) -> Iterator[tuple[Setting, CodedPrefix]]:
-        """Yield each setting with the prefix through its codec. Settings of a codec in a row share a CodedPrefix."""
+        """Yield each setting with the prefix's encoded blocks, which settings of the same codec in a row share."""
         shape = self._shape
         block = BlockShape(shape.layers, shape.heads, self._block_size, shape.head_dim)
         for codec, group in itertools.groupby(settings, lambda setting: setting.codec):

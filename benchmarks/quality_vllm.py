@@ -100,10 +100,7 @@ async def _go_cold(engine: Engine, prefix: list[int], session: str, number: int,
 
 
 async def _answer_twice(engine: Engine, chat: dict[str, Any], ours: bool, number: int) -> dict[str, list[int]]:
-    """Return {"hot": answer to the computed prompt, "later": next answer} as token ids.
-
-    For the later answer, Manthan restores the prompt (`ours`), or vLLM's prefix cache has it.
-    """
+    """Return token ids: {"hot": answer to the computed prompt, "later": answer to the prompt restored or cached}."""
     session, what = f"chat-{number}", f"chat {number}"
     if ours:
         await engine.until_cold()
@@ -142,7 +139,7 @@ async def _answer(engine: Engine, chat: dict[str, Any], session: str, when: str)
 
 
 def check_origin(answer: Answer, prefix: int, ours: bool, what: str) -> None:
-    """Raise WrongPathError unless vLLM reused exactly the first `prefix` tokens, all restored by Manthan if `ours`."""
+    """Raise WrongPathError unless vLLM reused exactly `prefix` tokens: restored if `ours`, else from the pool."""
     wanted = (prefix, prefix if ours else 0)
     if (answer.cached_tokens, answer.external_tokens) != wanted:
         raise WrongPathError(
@@ -266,9 +263,7 @@ def arm(setting: Setting | None, model: str, shape: Shape, block_size: int, aske
     if setting:
         lengths = {len(piece.prefix) for piece in asked.pieces}
         counts = {length: setting.exact_tokens(length // block_size, block_size) for length in lengths}
-        exact = {
-            str(length): int(np.count_nonzero(tokens)) for length, tokens in counts.items()
-        }  # a key in JSON is text
+        exact = {str(length): int(np.count_nonzero(tokens)) for length, tokens in counts.items()}  # for JSON
         store = {"kind": "host", "max_bytes": math.ceil(STORE_SHARE * asked.tokens * 2 * shape.token_numbers)}
         manthan = MANTHAN | {
             "idle": {"after_s": IDLE_AFTER_S, "min_tokens": 0},

@@ -137,9 +137,7 @@ def _config(reader: Any) -> dict[str, Any]:
         "num_attention_heads": field("llama.attention.head_count"),
         "num_key_value_heads": field("llama.attention.head_count_kv"),
         "max_position_embeddings": field("llama.context_length"),
-        "rms_norm_eps": float(
-            f"{field('llama.attention.layer_norm_rms_epsilon'):.6g}"
-        ),  # the file has float32: a little off 1e-5
+        "rms_norm_eps": float(f"{field('llama.attention.layer_norm_rms_epsilon'):.6g}"),  # 1e-5, not its float32
         "rope_parameters": {"rope_type": "default", "rope_theta": float(field("llama.rope.freq_base"))},
         "bos_token_id": field("tokenizer.ggml.bos_token_id"),
         "eos_token_id": field("tokenizer.ggml.eos_token_id"),

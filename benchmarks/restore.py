@@ -47,7 +47,7 @@ SPARE_POSITIONS = 64
 KEPT_SHARE = 0.95
 GONE_SHARE = 0.01
 LEAST_RATIO, MOST_RATIO = 4.0, 5.2
-"""Least and most expected compression ratio. Stores are sized by the least, the number of sessions by the most."""
+"""Least and most expected compression ratio: the least for stores of latency arms, the most for sessions to ask."""
 HOT_POOL_SHARE = 0.1
 DEFAULT_BLOCK = 16
 MANTHAN = {"policy": "lru", "idle": 0.3}
@@ -148,9 +148,9 @@ async def _ask_again(
 async def measure_capacity(
     engine: Engine, report: Report, *, sessions: int, tokens: int, vocabulary: int, seed: int
 ) -> dict[str, Any]:
-    """Ask all sessions in turn, wait until Manthan has stored all, and ask again, newest first.
+    """Ask all sessions in turn, wait until all are idle or stored, and ask all again, newest first.
 
-    Return the answers, and the number of kept sessions: those that vLLM did not compute again.
+    Return the answers to the second prompts, and the number of sessions whose full blocks were not computed again.
     """
     prompts = [random_tokens(seed, index, tokens, vocabulary) for index in range(sessions)]
     for index, prompt in enumerate(prompts):
@@ -218,8 +218,8 @@ class Setting:
     def codec(self, name: str) -> dict[str, Any]:
         """Return Manthan's options for the codec; for an empty name, the default codec.
 
-        With random prompts or made-up weights the guard would replace the codec by a finer codec, so the guard is off.
-        The default codec with a model's own weights keeps the guard.
+        The guard would choose a finer codec, because no profile fits random prompts. The guard is therefore off, except
+        for the default codec with a model's own weights.
         """
         if not name:
             return {} if self.weights else {"codec": {"guard": False}}
@@ -265,10 +265,9 @@ def latency_arm(name: str, setting: Setting, codec: str = "") -> Arm:
 
 
 def capacity_arm(name: str, setting: Setting) -> Arm:
-    """Return a capacity arm. The budget is the bytes of `capacity_sessions` sessions in bf16.
+    """Return a capacity arm with the bytes of `capacity_sessions` bf16 sessions as budget.
 
-    Arms vllm-offload and host have the budget in RAM and a small pool. Arms plain and device have it in GPU memory, the
-    pool included.
+    The budget is RAM, besides a small pool, or GPU memory with the pool included (arms plain and device).
     """
     tokens, budget_sessions = setting.capacity_tokens, setting.capacity_sessions
     budget = budget_sessions * tokens * setting.shape.token_nbytes

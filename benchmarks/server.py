@@ -37,7 +37,7 @@ STOP_WAIT_S = 10.0
 
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Chat template for the tests' model, without separators. The model's own template puts a newline before each message.
-A next turn's prompt would then differ from the computed tokens before the answer, and would not find the last block."""
+A next turn's prompt would then differ from the computed tokens where the answer begins, and lose the last block."""
 
 
 BEGAN = re.compile(r"Manthan is on: .*?, codec ([^\s,]+)")
@@ -51,7 +51,7 @@ VERDICT = re.compile(
 def codec_used(log: Path) -> str:
     """Return a sentence on the codec in use at the end of an engine's log; empty for an engine without Manthan.
 
-    The guard measures a codec on the first blocks, and replaces an unfaithful codec. The sentence has its last verdict.
+    The guard measures a codec on the first blocks, and replaces an unfaithful codec. The sentence has the last verdict.
     """
     text = log.read_text(errors="replace") if log.exists() else ""
     if not (began := BEGAN.findall(text)):

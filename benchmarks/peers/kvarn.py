@@ -2,10 +2,10 @@
 KV-cache quantization", 2026, arXiv 2606.03458).
 
 A tile has one head's keys or values of a block, [tokens, head_dim], 128 tokens in the paper. A Hadamard transform
-rotates each token's vector. The tile is then divided by scales of channels and of tokens, by turns, until all channels
-and all tokens have about the same root mean square. A line is a channel of keys or a token of values; a column is a
-token of keys or a channel of values. Each line is quantized to evenly spaced whole numbers of 4 bits (keys) or 2 bits
-(values), by a start and a step. A line's own scale is not stored, because start and step contain it.
+rotates each token's vector. Scales of channels and of tokens are found by turns, so that the tile divided by both has
+about the same root mean square in each channel and each token. A line is a channel of keys or a token of values; a
+column is a token of keys or a channel of values. Columns are divided by the scales. Each line is then quantized to
+whole numbers of 4 bits (keys) or 2 bits (values), by a start and a step, which make a line's scale needless.
 
     | scales of the columns, fp16 | starts of the lines, fp16 | steps of the lines, fp16 | whole numbers |
 """
@@ -92,7 +92,7 @@ KVARN = Peer("kvarn", encode, decode)
 def hadamard_(x: npt.NDArray[np.float32], scratch: npt.NDArray[np.float32], blocks: npt.NDArray[np.int64]) -> None:
     """Apply Hadamard transforms without normalization, in place, to float32 x [head_dim, n].
 
-    blocks: numbers of neighbouring rows that are transformed together, each a power of 2. scratch: memory of x's shape.
+    blocks: for each transform, the number of its rows, a power of 2. scratch: memory of x's shape.
     The order of the additions is part of the format: strides 1, 2, 4, ... up to half the block.
     """
     start = 0

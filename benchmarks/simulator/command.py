@@ -68,7 +68,7 @@ def simulate(
         typer.Option(help="Names, with options as NAME:OPTION=VALUE, separated by commas."),
     ] = "lru,returns",
     hot: Annotated[
-        str, typer.Option(help="KV pool: tokens (64000, 4M) or share of the trace (5%); 0: one cache.")
+        str, typer.Option(help="KV pool: tokens (4M) or a share of the trace (5%); 0 for one cache.")
     ] = "5%",
     cold: Annotated[str, typer.Option(help="Cold store: tokens of its blocks, or a share of the trace.")] = "10%",
     level: Annotated[
@@ -76,9 +76,7 @@ def simulate(
     ] = None,
     shrink: Annotated[bool, typer.Option(help="Cut them to coarser levels for room.")] = True,
     idle_after: Annotated[float | None, typer.Option(help="Seconds, as idle.after_s.")] = None,
-    measure_from: Annotated[
-        float, typer.Option(min=0, max=0.99, help="Count only requests after this share of all.")
-    ] = 0,
+    measure_from: Annotated[float, typer.Option(min=0, max=0.99, help="Count only requests after this share.")] = 0,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = MOONCAKE_BLOCK_TOKENS,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures into this file.")] = None,
 ) -> None:

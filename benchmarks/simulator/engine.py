@@ -352,7 +352,7 @@ class EngineReplay:
             go_on(request)
 
     def _look_again(self, _: None) -> None:
-        """Do nothing: the event only has a step follow."""
+        """Do nothing: a step follows each event."""
 
     # -- a step ---------------------------------------------------------------------------------------
 
