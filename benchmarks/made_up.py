@@ -98,10 +98,7 @@ def profile(
 
 
 def grouped_kv(of: Profile, tokens: int, seed: int = 0) -> npt.NDArray[np.float32]:
-    """Return random KV that fits the profile, keys before RoPE: float32 [kinds, layers, heads, tokens, head_dim].
-
-    kinds: keys and values; only one for latents.
-    """
+    """Return random KV that fits the profile, keys before RoPE: float32 [kinds, layers, heads, tokens, head_dim]."""
     info, rng = of.info, np.random.default_rng(seed)
     made = np.empty((len(info.kinds), info.layers, info.heads, tokens, info.head_dim), np.float32)
     for group in of.groups:
@@ -121,8 +118,8 @@ def kv(of: Profile, tokens: int, device: torch.device, seed: int = 0) -> tuple[T
 def of_model(folder: Path) -> Profile:
     """Return a profile for the KV of vLLM's dummy weights, close enough that blocks have their codec's size.
 
-    folder: folder with the model's config.json. vLLM draws weights evenly, but sets a norm's weights to 1. A norm's
-    outputs therefore have a standard deviation of 1: also the keys, if the model normalizes keys. Other keys, and
+    folder: folder with the model's config.json. vLLM draws weights evenly, but from 0.33 on sets an RMSNorm's weights
+    to 1. A norm's outputs then have a standard deviation of 1: also keys, if the model normalizes keys. Other keys, and
     values, are products of a norm's outputs with drawn weights.
     """
     from transformers import AutoConfig

@@ -1,4 +1,4 @@
-"""Agreement of a chat's later greedy answer with its hot answer, the answer computed from exact KV."""
+"""Agreement of a chat's later greedy answer with its hot answer, for which the whole prompt was computed."""
 
 import statistics
 from collections.abc import Sequence

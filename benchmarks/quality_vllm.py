@@ -104,7 +104,7 @@ async def _answer_twice(engine: Engine, chat: dict[str, Any], ours: bool, number
     session, what = f"chat-{number}", f"chat {number}"
     if ours:
         await engine.until_cold()
-    cold = engine.sessions("cold")  # also sessions of earlier chats with different answers
+    cold = engine.sessions("cold")  # an earlier chat has two if its answers differ
     hot, first = await _answer(engine, chat, session, "hot")
     check(first, engine.options.block_size, cached=False, external=False, what=f"{what}, at first")
     if ours:

@@ -1,8 +1,8 @@
 """Run Manthan's heart on a simulated engine, to time the heart alone. There is no model, no KV and no stored byte.
 
-The heart is the session manager and its driver, which vLLM's scheduler calls. The KV pool is the simulator's. A store
-succeeds within a step. Timed are the scheduler's calls for a request and for a step, in CPU time of this thread, so
-that other processes do not count.
+The heart is the session manager and its driver, which vLLM's scheduler calls. The KV pool is the simulator's. The tier,
+which keeps compressed blocks, takes each store within a step. Timed are the scheduler's calls for a request and for a
+step, in CPU time of this thread, so that other processes do not count.
 """
 
 import random
@@ -46,10 +46,9 @@ FILL_S = 0.05
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """Running request. session: number of the session. hashes: block hashes of prompt and answer.
+    """Running request. session: index of the session. hashes: block hashes of prompt and answer.
 
-    prompt: number of prompt blocks. blocks: ids of pool blocks. computed: number of blocks with KV. left: steps to the
-    end.
+    prompt: number of prompt blocks. blocks: ids of pool blocks. computed: number of blocks with KV. left: steps left.
     """
 
     request_id: str

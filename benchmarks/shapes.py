@@ -92,7 +92,7 @@ PUBLIC = {
             "num_experts_per_tok": 8,
             "tie_word_embeddings": False,
         },
-        "Qwen/Qwen3.5-35B-A3B, text_config: Transformers' Qwen3_5MoeTextConfig, and the model's own places and RoPE",
+        "Qwen/Qwen3.5-35B-A3B, text_config: Transformers' Qwen3_5MoeTextConfig, and the model's own positions and RoPE",
         block_size=1056,
     ),
     "gpt-oss-20b": PublicShape(

@@ -60,7 +60,7 @@ class Peer:
 
 
 class PeerCodec(Codec):
-    """Codec that encodes a section's tiles by a peer, one after another."""
+    """Codec that encodes the tiles of a section (numbers of a block) by a peer, one after another."""
 
     def __init__(self, peer: Peer) -> None:
         self.name, self._peer = peer.name, peer

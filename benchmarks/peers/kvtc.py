@@ -47,10 +47,7 @@ class Kvtc:
 
     @classmethod
     def calibrated(cls, rows: Floats, bits: float) -> "Kvtc":
-        """Return a coder calibrated on rows [n, C], with C a multiple of GROUP.
-
-        bits: average bits per number before deflating, starts and steps included.
-        """
+        """Return a coder calibrated on rows [n, C], C a multiple of GROUP. bits: bits per number, before deflating."""
         mean = rows.mean(0)
         _, vectors = np.linalg.eigh(np.cov((rows - mean).astype(np.float64).T))
         directions = vectors[:, ::-1].astype(np.float32)
@@ -132,7 +129,7 @@ class KvtcPreset:
 
 
 class KvtcCodec(Codec):
-    """Codec of a section in parts. A part has the keys or the values of LAYERS layers, after its length in bytes."""
+    """Codec of a section (numbers of a block) in parts: each has LAYERS layers' keys or values, after its length."""
 
     varies = True
 

@@ -1,4 +1,4 @@
-"""Replay a trace on a simulated KV pool and cold store. Manthan's session manager and driver are real.
+"""Replay a trace on a simulated KV pool and store of compressed blocks. Manthan's session manager and driver are real.
 
     tally = replay(trace.requests, Setup(get_policy("lru"), pool_blocks=4000, cold_blocks=20000))
 
@@ -67,11 +67,11 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Setup:
-    """Pool, tier and policy that a trace is replayed on.
+    """KV pool, cold store and eviction policy that a trace is replayed on.
 
     pool_blocks: size of the KV pool. cold_blocks: size of the cold store, in compressed blocks of the cost model.
-    level: level at which a calibrated codec encodes blocks; None for a codec without levels. shrinks: True if a full
-    store cuts blocks to coarser levels. first_measured: index of the first request that counts, after a warm-up.
+    level: level at which a calibrated codec encodes blocks, 0 for the coarsest; None for a codec without levels.
+    shrinks: True if a full store cuts blocks to coarser levels. first_measured: index of the first request that counts.
     """
 
     policy: type[EvictionPolicy]
