@@ -115,7 +115,7 @@ def engines(on: On | None) -> list[On]:
     able = [engine for engine in wanted if all(map(find_spec, NEEDS[engine]))]
     if not able or (on is not None and able != wanted):
         missing = sorted({name for engine in wanted for name in NEEDS[engine] if not find_spec(name)})
-        raise QualityError(f"--engine {on or On.both} takes {' and '.join(missing)}, which is not installed here.")
+        raise QualityError(f"--engine {on or On.both} needs {' and '.join(missing)}, which is not installed here.")
     return able
 
 

@@ -158,7 +158,7 @@ class Text:
         if file is None and held_out.is_file():
             return np.fromfile(held_out, "<u2").astype(np.int64)
         if file is None:
-            raise QualityError(f"{model} brings no text to be measured on: name one, --text FILE (UTF-8).")
+            raise QualityError(f"{model} has no text of its own to be measured on: give one, --text FILE (UTF-8).")
         try:
             return np.array(self._ids(file.read_text(encoding="utf-8")), np.int64)
         except UnicodeDecodeError:

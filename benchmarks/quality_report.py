@@ -73,7 +73,7 @@ def _row(name: str, arm: dict[str, Any], exact: list[dict[str, Any]]) -> Row:
     for found in arm["pieces"]:
         if found["task"]:
             tasks.setdefault((found["task"], found["context"]), []).append(found["recall"])
-    coded = zip(arm.get("cosines", []), arm["pieces"], strict=False)  # exact KV has no cosines
+    coded = zip(arm.get("cosines", []), arm["pieces"], strict=False)  # only codecs' arms have cosines
     cosines = [pair for pair, found in coded if not found["task"]]
     return Row(
         name,
@@ -151,7 +151,7 @@ def _measured_on(report: dict[str, Any]) -> str:
     texts = sum(not found["task"] for found in pieces[EXACT]["pieces"])
     tasks = len(pieces[EXACT]["pieces"]) - texts
     return (
-        f"{arguments['model']}: {texts} pieces of {arguments['text'] or 'the text it brings'} and {tasks} of tasks, "
+        f"{arguments['model']}: {texts} pieces of {arguments['text'] or 'its own text'} and {tasks} of tasks, "
         f"{arguments['prefix']} tokens of prefix, {arguments['continuation']} of continuation, blocks of "
         f"{report['block_size']}"
     )

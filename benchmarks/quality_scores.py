@@ -1,4 +1,4 @@
-"""Distance of a model's predictions from the predictions after an exact prefix."""
+"""Distance of a model's predictions after a decoded prefix from the predictions after the exact prefix."""
 
 from typing import Any, NamedTuple, Self
 

@@ -59,7 +59,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Names of a layer's parts in GGUF, and in Transformers."""
+"""Names of a layer's parts in Transformers, by the parts' names in GGUF."""
 
 Tensors = dict[str, Any]
 """bf16 tensors of PyTorch, by their names in Transformers."""

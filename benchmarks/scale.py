@@ -50,7 +50,7 @@ def scale(
     """Measure the time of a step, a request and a garbage collection, and memory, for each number of sessions."""
     options, console = Namespace(**locals()), make_console()
     if bool(files) != plot_only or len(files or ()) > 1:
-        raise typer.BadParameter("--plot-only takes one report, and without it there is none")
+        raise typer.BadParameter("--plot-only takes one report; without --plot-only, give no report")
     if files:
         return scale_report.show(read_report(files[0], "scale"), files[0].with_suffix(".png"), console)
     runs: list[dict[str, Any]] = []

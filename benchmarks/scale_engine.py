@@ -30,7 +30,7 @@ BLOCK_NBYTES = BLOCK_TOKENS * 144 << 10
 """Bytes of a Qwen3-8B block in the pool. A compressed block takes a fifth."""
 COLD_NBYTES = BLOCK_NBYTES // 5
 POOL_BLOCKS = 32_768
-"""Blocks of the pool: 524,288 tokens, about the rest of an H200 with the model."""
+"""Blocks of the pool: 524,288 tokens, about what fits on an H200 next to the model."""
 HASH_NBYTES = 32
 ANSWER_BLOCKS = 16
 IDLE_AFTER_S = 2.0

@@ -106,6 +106,6 @@ def hadamard_(x: npt.NDArray[np.float32], scratch: npt.NDArray[np.float32], bloc
             np.subtract(pairs[:, 0], pairs[:, 1], out=out[:, 1])
             src, dst = dst, src
             stride *= 2
-        if size.bit_length() % 2 == 0:  # an odd number of stages ends in the scratch
+        if size.bit_length() % 2 == 0:  # the result of an odd number of stages is in scratch
             dst[:] = src
         start += size

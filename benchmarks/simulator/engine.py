@@ -186,7 +186,7 @@ class EngineReplay:
             self._at(self.requests[0].at, self._arrive, 0)
         while self._events:
             due = self._driver.next_deadline
-            if self.now < due < self._events[0][0]:  # earlier due work had a step, and waits for a load
+            if self.now < due < self._events[0][0]:  # work due earlier had its step, and waits for a load
                 self.now = due
             else:
                 self.now, _, happen, what = heapq.heappop(self._events)
