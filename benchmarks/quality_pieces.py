@@ -58,7 +58,7 @@ class Chat:
 
 
 class Text:
-    """Tokens of a text to cut pieces from. A piece begins with the tokenizer's special tokens for a text's begin."""
+    """Tokens of a text to cut pieces from. A piece begins with the tokenizer's special tokens for a text's start."""
 
     def __init__(self, model: str, file: Path | None) -> None:
         from transformers import AutoTokenizer

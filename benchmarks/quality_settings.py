@@ -93,7 +93,7 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """Codec, and the number `sink` of exact tokens at the begin of a prefix.
+    """Codec, and the number `sink` of exact tokens at the start of a prefix.
 
     profile: path of a calibrated codec's profile.
     """

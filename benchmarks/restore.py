@@ -1,4 +1,4 @@
-"""Measure the time until a session answers that comes back, and the number of sessions whose KV is kept.
+"""Measure the time until a returning session answers, and the number of sessions whose KV is kept.
 
 Latency: time to the first token of a session return. The session's KV is in vLLM's prefix cache (arm hot), recomputed
 (recompute), in vLLM's CPU offload, or in a store of Manthan. Arms on Redis and on disk run only if `--arms` names them.
@@ -148,9 +148,9 @@ async def _ask_again(
 async def measure_capacity(
     engine: Engine, report: Report, *, sessions: int, tokens: int, vocabulary: int, seed: int
 ) -> dict[str, Any]:
-    """Ask all sessions in turn, wait until all are idle or stored, and ask all again, newest first.
+    """Ask all sessions in turn, wait until Manthan has no idle session left, and ask all again, newest first.
 
-    Return the answers to the second prompts, and the number of sessions whose full blocks were not computed again.
+    Return the later answers, and the number of sessions kept: KEPT_SHARE of the full blocks were not computed again.
     """
     prompts = [random_tokens(seed, index, tokens, vocabulary) for index in range(sessions)]
     for index, prompt in enumerate(prompts):
@@ -349,7 +349,7 @@ def main(
     plot_only: Annotated[Path | None, typer.Option(help="Show and plot this JSON of an earlier run again.")] = None,
     job: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Measure how soon sessions answer that come back, and how many are kept."""
+    """Measure how soon returning sessions answer, and how many are kept."""
     if job is not None:
         return serve(job, {"latency": measure_latency, "capacity": measure_capacity})
     console = make_console()

@@ -61,7 +61,7 @@ class Running:
 
 
 class Times(NamedTuple):
-    """Nanoseconds in the heart for each step, and for each request's begin and end together."""
+    """Nanoseconds in the heart for each step, and for each request's start and end together."""
 
     steps: list[int]
     requests: list[int]

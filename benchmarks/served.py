@@ -21,7 +21,7 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 class Session:
     """Session with two prompts, asked first and again: token ids, and their right answers if known.
 
-    Both prompts begin with the same tokens and differ in the question at the end.
+    Both prompts are equal, or, if answers are known, differ only in the question at the end.
     """
 
     first: list[int]

@@ -285,7 +285,7 @@ class EngineReplay:
         self._compute(request)
 
     def _compute(self, request: _Request) -> None:
-        """Compute the rest of the prompt. Its blocks enter the prefix cache at the begin, as in vLLM."""
+        """Compute the rest of the prompt. The blocks enter the prefix cache at once, as in vLLM."""
         traced, cached = request.traced, request.resident + request.restored
         if not self._grow(request, traced.asked_blocks(self.setup.block_tokens)):
             self._starved.append((self._compute, request))
