@@ -1,8 +1,8 @@
-"""Made-up profile of a calibrated codec, and numbers that fit the profile: for figures and tests of any shape.
+"""Make up a profile of a calibrated codec, and KV that fits the profile, for benchmarks and tests of any model shape.
 
-`--profile made-up` of the benchmarks is one that vLLM's made-up weights fit, so that blocks have their codec's size.
-As a script, a model of Qwen3-8B's shape with random weights, 16 GB, and, next to the folder, the model's measured
-profile:
+A profile has a model's statistics that a calibrated codec (`klt-…`) needs: see `manthan.codec.profile`. With
+`--profile made-up`, benchmarks make a profile for vLLM's dummy weights, so that blocks have their codec's size. As a
+script, write a model of Qwen3-8B's shape with random weights (16 GB) and, next to its folder, its calibrated profile:
 
     python benchmarks/made_up.py FOLDER
     python benchmarks/restore.py --model FOLDER --weights --codecs klt-8x --profile FOLDER-profile.safetensors
@@ -28,13 +28,15 @@ from manthan.codec.tables.frequencies import SHAPES
 from manthan.codec.tables.levels import STEPS, WIDTHS
 
 SPREAD, FALL = (64.0, 0.03), 0.7
-"""Deviations of the first component and the last, and how soon they fall. With these, levels are as small as named."""
+"""Standard deviations of a group's first and last component, in STEPS[0] / 6 finest steps; exponent of their fall.
+
+With these values, blocks have about the compression ratio of their codec's name, such as 8 for klt-8x."""
 BITS = 0.75, 1.25, 1.95, 3.0, 10.0
-"""Bits of a number to expect, by level."""
+"""Expected bits per number at each level of a calibrated codec, from the coarsest to the lossless level."""
 NORMS_KEYS = "qwen3", "gemma3"
-"""Beginnings of types of models with a norm of each head's keys."""
+"""Prefixes of `model_type` of models that normalize the keys of each head."""
 WEIGHT = 0.001
-"""Made-up weights of vLLM lie between this and its negative."""
+"""Bound of vLLM's dummy weights, which are drawn evenly from -WEIGHT to WEIGHT."""
 
 
 def rope_of(head_dim: int, base: float = 1e6) -> Rope:
@@ -51,11 +53,12 @@ def profile(
     seed: int = 0,
     even: Sequence[float] = (),
 ) -> Profile:
-    """Return a profile with the same transform in every group, rows shuffled, and a mean as large as the deviation.
+    """Return a made-up profile. Groups of equal size have the same transform, with its rows in different orders.
 
-    together: layers of a group; 0 for as many as calibration takes.
-    latent: numbers of a latent, `heads` pieces of `head_dim`; 0 for keys and values.
-    even: deviations of keys and of values that do not correlate and have no mean; empty for others.
+    together: most layers of a group (layers encoded together); 0 for calibration's bound.
+    latent: count of numbers in a token's latent (MLA), made of `heads` pieces of `head_dim`; 0 for keys and values.
+    even: standard deviations of all keys and of all values, which then have mean 0 and no correlation. Empty for
+        correlated numbers with random means.
     """
     info = ProfileInfo("made-up", layers, heads, head_dim, rope, "none", latent=latent, bits=BITS)
     kinds, rng = len(info.kinds), np.random.default_rng(seed)
@@ -95,7 +98,7 @@ def profile(
 
 
 def grouped_kv(of: Profile, tokens: int, seed: int = 0) -> npt.NDArray[np.float32]:
-    """Return numbers for the profile's groups, keys before RoPE: float32 [kinds, layers, heads, tokens, head_dim]."""
+    """Return random KV that fits the profile, keys before RoPE: float32 [kinds, layers, heads, tokens, head_dim]."""
     info, rng = of.info, np.random.default_rng(seed)
     made = np.empty((len(info.kinds), info.layers, info.heads, tokens, info.head_dim), np.float32)
     for group in of.groups:
@@ -107,16 +110,17 @@ def grouped_kv(of: Profile, tokens: int, seed: int = 0) -> npt.NDArray[np.float3
 
 
 def kv(of: Profile, tokens: int, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return keys, as in a cache from position 0 on, and values: float32 [layers, heads, tokens, head_dim]."""
+    """Return keys with RoPE, from position 0 on, and values: each float32 [layers, heads, tokens, head_dim]."""
     keys, values = (torch.from_numpy(part).to(device) for part in grouped_kv(of, tokens, seed))
     return _turned(keys, of.info.rope) if of.info.rope else keys, values
 
 
 def of_model(folder: Path) -> Profile:
-    """Return a profile that KV of vLLM's made-up weights fits, as far as blocks have their codecs' sizes.
+    """Return a profile for the KV of vLLM's dummy weights, close enough that blocks have their codec's size.
 
-    vLLM draws weights evenly, and those of norms are 1. A norm therefore makes numbers with a deviation of 1: keys, if
-    the model has a norm of them. Other keys, and values, are products of such numbers with the weights.
+    folder: folder with the model's config.json. vLLM draws weights evenly, but from 0.33 on sets an RMSNorm's weights
+    to 1. A norm's outputs then have a standard deviation of 1: also keys, if the model normalizes keys. Other keys, and
+    values, are products of a norm's outputs with drawn weights.
     """
     from transformers import AutoConfig
 
@@ -129,13 +133,13 @@ def of_model(folder: Path) -> Profile:
 
 
 def _deviations(size: int) -> npt.NDArray[np.float64]:
-    """Deviations of a group's components, in finest steps."""
+    """Return the standard deviations of a group's `size` components, in finest steps of quantization."""
     first, last = SPREAD
     return first * (last / first) ** (np.linspace(0, 1, size) ** FALL) * STEPS[0] / 6
 
 
 def _turned(keys: Tensor, rope: Rope) -> Tensor:
-    """Pairs of halves."""
+    """Return keys with RoPE, from position 0 on. Pairs have a number of the first half and a number of the second."""
     positions = np.arange(keys.shape[2], dtype=np.int64)
     cos, sin = (torch.from_numpy(part).to(keys.device) for part in rope.tables(positions))
     first, second, rest = keys.split((cos.shape[1], cos.shape[1], keys.shape[3] - 2 * cos.shape[1]), 3)
@@ -145,11 +149,11 @@ def _turned(keys: Tensor, rope: Rope) -> Tensor:
 # -- a whole model --------------------------------------------------------------------------------------
 
 PIECES, PIECE = 12, 2048
-"""Random tokens for the profile's measurement."""
+"""Number of pieces that calibration reads, and random tokens in a piece."""
 
 
 def write_weights(folder: Path, device: str) -> None:
-    """Write Transformers' initial weights next to the configuration, in bf16."""
+    """Write Transformers' random initial weights into the folder of the model's config.json, in bf16."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -171,7 +175,7 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the model goes.")]) 
     reader.read(builder, pieces, False, lambda: typer.echo(f"a piece is read, {time.monotonic() - began:.0f} s"))
     builder.finish().save(
         folder.with_name(f"{folder.name}-profile.safetensors")
-    )  # inside, vLLM would take the profile for weights
+    )  # next to the folder, because vLLM would load a file inside as weights
     typer.echo(f"its profile is written, {time.monotonic() - began:.0f} s")
 
 

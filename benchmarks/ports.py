@@ -1,4 +1,4 @@
-"""Free port of this machine, held for a server to come."""
+"""Reserve a free port of this machine for a server that starts later."""
 
 import socket
 
@@ -6,11 +6,11 @@ __all__ = ["hold_port", "port_of"]
 
 
 def hold_port() -> socket.socket:
-    """Return a socket bound to a port of 127.0.0.1 that does not listen; no process is given the port while the socket
-    is open.
+    """Return a socket that is bound to a free port of 127.0.0.1 and does not listen.
 
-    A server with SO_REUSEADDR before the bind, such as vLLM, Redis and Prometheus, can still listen on the port. A port
-    merely found free may be in use by the time a server has imported everything.
+    While the socket is open, the system gives the port to no process that asks for any free port. A server that sets
+    SO_REUSEADDR before it binds, such as vLLM, Redis and Prometheus, can still listen on the port. An unreserved port
+    could be taken by another process before the server has imported everything and binds.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

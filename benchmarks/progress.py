@@ -1,4 +1,4 @@
-"""Progress of a long run: a bar on a terminal, otherwise a line now and then."""
+"""Progress of a long run: a bar on a terminal, otherwise a line at most every LINE_EVERY_S seconds."""
 
 import time
 from typing import Self
@@ -10,7 +10,7 @@ from manthan.benchmarks.arms import LINE_EVERY_S
 
 
 class Bar:
-    """Progress bar; `begin` restarts the bar."""
+    """Progress of a run called `what`. `begin` starts its next part, and the count of steps anew."""
 
     def __init__(self, console: Console, what: str) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

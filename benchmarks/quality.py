@@ -1,9 +1,9 @@
-"""Cost of compression for a model: the loss and the answers after a prefix that went cold and came back.
+"""Measure how compression changes a model's loss and answers, after a prefix with compressed and decompressed KV.
 
-For each codec, and for each number of exact tokens: perplexity of a continuation, divergence of the next token's
-distribution from the distribution after the exact prefix, tasks in contexts of several lengths, greedy answers,
-cosines, and bytes. On a real engine (vllm), with the prefix evicted and restored, and with Transformers, with a
-replaced KV cache.
+A prefix's first tokens may be exact: their KV is kept without loss. Measured are, for each codec and each number of
+exact tokens: perplexity of a continuation, KL divergence between next-token distributions after exact and
+after decoded KV, tasks in contexts of several lengths, greedy answers, cosines between exact and decoded KV, and bytes.
+Engine `vllm` evicts and restores the prefix. With engine `transformers`, decoded KV replaces the KV cache.
 
     python benchmarks/quality.py MODEL [--text FILE] [--codec NAME,NAME] [--exact 0,4] [--engine vllm] [--profile FILE]
     python benchmarks/quality.py --plot-only FOLDER/quality.json
@@ -49,14 +49,14 @@ from manthan.manager.config.profiles import AUTO
 
 CPU_BLOCK, GPU_BLOCK = 32, 16
 ANSWER = 48
-"""Tokens of an answer, at most."""
+"""Most tokens of a chat's answer."""
 SINKS = CodecConfig().sink_tokens
 PIECE, PIECES = 2048, 8
-"""Tokens of a piece of the text for calibrating the peers, and pieces, at most."""
+"""Most tokens of a piece of the text that calibrates KVTC, and most pieces."""
 
 
 class On(StrEnum):
-    """Engine of the measurement."""
+    """Library that runs the model: value of `--engine`."""
 
     vllm = "vllm"
     transformers = "transformers"
@@ -64,7 +64,7 @@ class On(StrEnum):
 
 
 class Dtype(StrEnum):
-    """Numbers of a model's compute. In bf16 any change of the KV changes roundings, without a meaning for quality."""
+    """Dtype of a model's compute. In bf16, any change of the KV also changes roundings, which adds noise to figures."""
 
     bfloat16 = "bfloat16"
     float32 = "float32"
@@ -75,7 +75,7 @@ NEEDS = {On.vllm: ("vllm", "transformers"), On.transformers: ("torch", "transfor
 
 @dataclass(frozen=True)
 class Job:
-    """Plan of a measurement. top: -1 for all tokens."""
+    """Plan of a measurement. top: number of likeliest tokens that vLLM gives probabilities of; -1 for all tokens."""
 
     model: str
     shape: Shape
@@ -87,14 +87,17 @@ class Job:
     top: int
     dtype: str
     calibration: list[list[int]]
-    """Pieces of the text for calibrating the peers."""
+    """Token ids of each piece of the text that calibrates KVTC; empty without KVTC."""
 
     def with_storage(self, arms: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return arms by name, with the storage of their prefixes."""
+        """Return the arms' results by name, each with the `Storage` of its prefixes added as "storage"."""
         return {name: arm | {"storage": asdict(self._storage(arm.get("stored")))} for name, arm in arms.items()}
 
     def _storage(self, stored: Sequence[Any] | None) -> Storage:
-        """stored: of each piece, bytes, and bytes of a long session; None for bf16. Tasks are left out."""
+        """Return the mean storage of all pieces but tasks.
+
+        stored: for each piece, bytes of the prefix, and bytes of a session of LONG tokens; None for bf16.
+        """
         if stored is None:
             return Storage.of_bf16(self.shape)
         short = [sizes for sizes, piece in zip(stored, self.pieces, strict=True) if not piece.task]
@@ -104,17 +107,20 @@ class Job:
 
 
 def engines(on: On | None) -> list[On]:
-    """Return the available engines; raises QualityError if a requested engine is missing."""
+    """Return the engines to measure on; for None, all that are installed.
+
+    Raises QualityError if a requested engine is not installed, or none is.
+    """
     wanted = [On.vllm, On.transformers] if on is None or on is On.both else [on]
     able = [engine for engine in wanted if all(map(find_spec, NEEDS[engine]))]
     if not able or (on is not None and able != wanted):
         missing = sorted({name for engine in wanted for name in NEEDS[engine] if not find_spec(name)})
-        raise QualityError(f"--engine {on or On.both} takes {' and '.join(missing)}, which is not installed here.")
+        raise QualityError(f"--engine {on or On.both} needs {' and '.join(missing)}, which is not installed here.")
     return able
 
 
 def plan(options: Namespace) -> Job:
-    """Return the work of a command with arguments `options`. Raises QualityError for impossible work."""
+    """Return the plan of a measurement with arguments `options`. Raises QualityError if there can be none."""
     model, lengths, tasks = options.model, read_lengths(options.lengths), read_tasks(options.tasks)
     if not model:
         raise QualityError("MODEL is missing: a folder or the name of a model on the Hugging Face Hub.")
@@ -150,7 +156,7 @@ def plan(options: Namespace) -> Job:
 
 
 def read_lengths(lengths: str) -> tuple[int, ...]:
-    """Return lengths of contexts; raises QualityError."""
+    """Return lengths of contexts, in tokens, from a list such as `2000,8000`. Raises QualityError."""
     parts = [part.strip() for part in lengths.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise QualityError(f"--lengths {lengths} is no list of lengths in tokens, such as 2000,8000.")
@@ -158,7 +164,7 @@ def read_lengths(lengths: str) -> tuple[int, ...]:
 
 
 def read_tasks(tasks: str) -> list[str]:
-    """Names of tasks; raises QualityError."""
+    """Return names of tasks, from a list of names, `all` or `none`. Raises QualityError."""
     if tasks in (ALL, "none"):
         return list(TASKS) if tasks == ALL else []
     names = [name.strip() for name in tasks.split(",")]
@@ -196,7 +202,10 @@ def with_transformers(job: Job, console: Console) -> dict[str, Any]:
 def with_vllm(
     job: Job, out: Path, console: Console, timeout_s: float
 ) -> tuple[dict[str, Any], list[Arm], dict[str, str]]:
-    """Return results of successful arms, none after a failure of the exact arm. Also the arms, and errors by name."""
+    """Return results of successful arms by name, all arms, and errors of failed arms by name.
+
+    An arm is an engine with one setting. If the exact arm fails, there are no results, because all compare with it.
+    """
     from manthan.benchmarks.quality_vllm import SCRIPT, Questions, arm, read_scores, told
 
     asked = Questions(job.pieces, job.chats, job.top, ANSWER)
@@ -223,30 +232,30 @@ def main(
     text: Annotated[Path | None, typer.Option(help="Text for the model, UTF-8; tiny-llama has one.")] = None,
     codec: Annotated[
         str,
-        typer.Option(help="Codecs, by comma; auto: the one that Manthan takes as it comes; all: all there are."),
+        typer.Option(help="Codecs, separated by commas. auto: Manthan's default; all: all that can encode the model."),
     ] = AUTO,
-    exact: Annotated[str, typer.Option(help="Numbers of first tokens that are left exact, by comma.")] = str(SINKS),
+    exact: Annotated[str, typer.Option(help="Counts of first tokens that stay exact, by comma.")] = str(SINKS),
     profile: Annotated[
         Path | None,
-        typer.Option(help="The model's, for codecs that take one; the one in the cache folder."),
+        typer.Option(help="Profile for calibrated codecs; by default the one in the cache folder."),
     ] = None,
-    engine: Annotated[On | None, typer.Option(help="Where; both if both can run here.")] = None,
+    engine: Annotated[On | None, typer.Option(help="Default: all that are installed.")] = None,
     prefix: Annotated[int, typer.Option(min=1, help="Tokens that go cold.")] = 1536,
     continuation: Annotated[int, typer.Option(min=2, help="Tokens that follow; all but the first are scored.")] = 512,
     pieces: Annotated[int, typer.Option(min=1, help="Pieces of the text, at most.")] = 8,
-    tasks: Annotated[str, typer.Option(help=f"Of {', '.join(TASKS)}, by comma; all, or none.")] = ALL,
-    lengths: Annotated[str, typer.Option(help="Of the tasks' contexts, in tokens, by comma.")] = "2000,4000,8000",
+    tasks: Annotated[str, typer.Option(help=f"Tasks of {', '.join(TASKS)}; all, or none.")] = ALL,
+    lengths: Annotated[str, typer.Option(help="Lengths of tasks' contexts, in tokens.")] = "2000,4000,8000",
     samples: Annotated[int, typer.Option(min=1, help="Contexts of each task and length.")] = 1,
     chats: Annotated[int, typer.Option(min=0, help="Chats with compared greedy answers; 0 for none.")] = 24,
     document: Annotated[int, typer.Option(min=1, help="Tokens of the text that a chat is about.")] = 1700,
     block_size: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32 on a CPU, 16 on a GPU.")] = 0,
-    kl_top: Annotated[int, typer.Option(min=1, help="On vLLM: KL over the likeliest tokens and the rest.")] = 1024,
-    dtype: Annotated[Dtype, typer.Option(help="The model's with Transformers; its KV is bf16.")] = Dtype.bfloat16,
-    seed: Annotated[int, typer.Option(help="Of tasks.")] = 0,
+    kl_top: Annotated[int, typer.Option(min=1, help="On vLLM: count of likeliest tokens that KL tells apart.")] = 1024,
+    dtype: Annotated[Dtype, typer.Option(help="Of the compute with Transformers; KV is bf16.")] = Dtype.bfloat16,
+    seed: Annotated[int, typer.Option(help="Seed of the tasks.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that an engine may take.")] = 1800,
-    lm_eval: Annotated[str, typer.Option(help="Instead of all this: tasks of lm-eval on a server, by comma.")] = "",
-    lm_eval_data: Annotated[Path | None, typer.Option(help="A cache of Hugging Face with their data.")] = None,
-    lm_eval_limit: Annotated[int, typer.Option(min=0, help="Documents of each of them; 0 for all.")] = 0,
+    lm_eval: Annotated[str, typer.Option(help="Measure only these tasks of lm-eval, on a server.")] = "",
+    lm_eval_data: Annotated[Path | None, typer.Option(help="Hugging Face cache with lm-eval's data.")] = None,
+    lm_eval_limit: Annotated[int, typer.Option(min=0, help="Documents of an lm-eval task; 0 for all.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot and logs.")] = OUT,
     plot_only: Annotated[Path | None, typer.Option(help="Show and plot this JSON of an earlier run again.")] = None,
 ) -> None:
@@ -286,7 +295,7 @@ def read_report(file: Path) -> dict[str, Any]:
 def run(
     job: Job, wanted: list[On], arguments: dict[str, Any], out: Path, timeout_s: float, console: Console
 ) -> dict[str, Any]:
-    """Run vLLM first, because vLLM's engines want the whole GPU."""
+    """Return the report of all engines. vLLM runs first, because its engines need the whole GPU."""
     found: dict[str, dict[str, Any]] = {}
     arms: list[Arm] = []
     errors: dict[str, str] = {}

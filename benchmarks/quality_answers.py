@@ -1,4 +1,4 @@
-"""Agreement of greedy answers with the answers when all was hot."""
+"""Agreement of a chat's later greedy answer with its hot answer, for which the whole prompt was computed."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,8 +7,10 @@ from typing import Any, NamedTuple, Self
 
 
 class Agreement(NamedTuple):
-    """same: number of answers equal to the last token. share: of a hot answer, the equal part up to the first
-    difference, on average.
+    """Agreement over chats.
+
+    same: number of chats whose answers are equal, all tokens. answers: number of chats. share: share of the hot
+    answer's tokens before the first difference, mean over chats.
     """
 
     same: int
@@ -17,7 +19,7 @@ class Agreement(NamedTuple):
 
     @classmethod
     def of(cls, answers: Sequence[dict[str, Any]]) -> Self | None:
-        """Compare each chat's answers as tokens, {"hot": [...], "later": [...]}; None without chats."""
+        """Return the agreement of chats, each {"hot": token ids, "later": token ids}; None without chats."""
         if not answers:
             return None
         pairs = [(chat["hot"], chat["later"]) for chat in answers]

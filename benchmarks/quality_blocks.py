@@ -1,4 +1,7 @@
-"""KV of a prefix through encoded blocks and back: the cold store's content, and the restored numbers."""
+"""Encode a prefix's KV into compressed blocks, as in the cold store, and decode the blocks.
+
+A prefix's first tokens may be exact: a block stores their KV without loss.
+"""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +14,11 @@ from manthan.benchmarks.quality_settings import LONG, Setting
 from manthan.codec import BlockFormat
 
 KV = tuple[NDArray[np.uint16], NDArray[np.uint16]]
-"""Keys and values, bf16 as bits: [layers, heads, tokens, head_dim]."""
+"""Keys and values, each [layers, heads, tokens, head_dim], with the bits of bf16 as uint16."""
 
 
 class Returned(NamedTuple):
-    """Decoded block. nbytes: of the encoded block."""
+    """Decoded block. nbytes: bytes of the encoded block."""
 
     keys: NDArray[np.uint16]
     values: NDArray[np.uint16]
@@ -23,9 +26,9 @@ class Returned(NamedTuple):
 
 
 class CodedPrefix:
-    """Codec's blocks of a prefix, each encoded once for each requested number of exact tokens.
+    """Blocks of a prefix, encoded and decoded by a codec: once for each number of exact tokens that is asked for.
 
-    kv: of the prefix, whole blocks from the session's first.
+    form: format of a block of the codec. kv: KV of the prefix, full blocks from position 0. threads: pool that encodes.
     """
 
     def __init__(self, form: BlockFormat, kv: KV, threads: ThreadPoolExecutor) -> None:
@@ -34,18 +37,19 @@ class CodedPrefix:
         self._blocks: dict[tuple[int, int], Returned] = {}
 
     def kv(self, setting: Setting) -> KV:
-        """Return the restored prefix."""
+        """Return the decoded KV of the prefix."""
         found = self._returned(self._counts(setting))
         return np.concatenate([block.keys for block in found], 2), np.concatenate([block.values for block in found], 2)
 
     def nbytes(self, setting: Setting) -> int:
-        """Return bytes of the encoded blocks."""
+        """Return the total bytes of the prefix's encoded blocks."""
         return sum(block.nbytes for block in self._returned(self._counts(setting)))
 
     def long_nbytes(self, setting: Setting) -> float:
-        """Return bytes of a session of LONG tokens, with blocks as large as the prefix's of equally many exact tokens.
+        """Return the estimated bytes of a session of LONG tokens.
 
-        Without such a block, the prefix's last block is encoded with equally many exact tokens.
+        A block counts as the mean of the prefix's blocks with equally many exact tokens. If there are none, the
+        prefix's last block is encoded with this number of exact tokens.
         """
         sizes: dict[int, list[int]] = {}
         counts = self._counts(setting)
@@ -67,7 +71,7 @@ class CodedPrefix:
         return list(self._threads.map(self._one, enumerate(counts)))
 
     def _one(self, which: tuple[int, int]) -> Returned:
-        """which: the block's number in the prefix, and the number of exact tokens."""
+        """Return a block. which: index of the block in the prefix, and number of its exact tokens."""
         if which not in self._blocks:
             number, exact = which
             first = number * self._block_size

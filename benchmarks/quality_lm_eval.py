@@ -1,9 +1,9 @@
-"""Tasks of lm-eval, unchanged, on a server with Manthan: once with all computed, and once with all restored.
+"""Run unchanged tasks of lm-eval twice on a server with Manthan: prompts are computed first, and restored next.
 
-lm-eval (the lm-evaluation-harness of EleutherAI) sends the requests. Each prompt is a session with a name, so the
-second request finds the first request's blocks. Between both passes everything goes cold, and vLLM's prefix cache is
-emptied. Only tasks that generate text are of use: for log-probabilities of a prompt, vLLM computes the whole prompt
-again.
+lm-eval (the lm-evaluation-harness of EleutherAI) sends the requests. Each prompt has a session id of its own, so that
+its second request restores the first request's blocks. Between both passes sessions go cold (Manthan stores all their
+full blocks compressed), and vLLM's prefix cache is emptied. Only tasks that generate text are of use: for
+log-probabilities of a prompt, vLLM computes the whole prompt again.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def evaluate(model: str, tasks: str, data: Path | None, codec: str, limit: int, 
     """Return a report of both passes.
 
     Args:
-        tasks: names, by comma.
+        tasks: names, separated by commas.
         data: cache of Hugging Face with the tasks' data, and tasks' YAML files, if any. None: the default cache.
         limit: documents of each task; 0 for all.
 
@@ -52,7 +52,7 @@ def evaluate(model: str, tasks: str, data: Path | None, codec: str, limit: int, 
     from lm_eval.tasks import TaskManager
 
     class Sessions(LocalCompletionsAPI):  # type: ignore[misc]
-        """Requests with a session's name for each prompt."""
+        """Client of lm-eval that sends a session id with each prompt."""
 
         def _create_payload(self, messages: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
             body: dict[str, Any] = super()._create_payload(messages, *args, **kwargs)

@@ -12,7 +12,7 @@ from manthan.benchmarks.quality_settings import QualityError
 from manthan.benchmarks.quality_tasks import TASKS, Task
 
 HELD_OUT = "held_tokens.u16"
-"""Text in a model's folder: token ids, little-endian uint16."""
+"""File of a text in a model's folder: token ids, little-endian uint16."""
 QUESTIONS = (
     "Summarize the text above in a few sentences.",
     "What is the text above about?",
@@ -23,11 +23,11 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Piece:
-    """Prefix that goes cold, and the rest. Tokens of rest are scored from the second on, because the first follows from
-    the prefix alone.
+    """Prefix that is compressed and restored, and the rest that follows.
 
-    values: positions of the answers' tokens in rest. task: name of the task; "" of a piece of a text. context:
-    requested tokens of prefix and rest, of a task; else 0.
+    Tokens of `rest` are scored from the second on, because the first is predicted at the prefix's last token. values:
+    indices in `rest` of the answers' tokens. task: name of the task; "" for a piece of a text. context: requested
+    tokens of prefix and rest together, for a task; otherwise 0.
     """
 
     prefix: list[int]
@@ -43,22 +43,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chat:
-    """Question about a document, as asked. end: the token at the end of an answer, None for none."""
+    """Prompt with a document and a question. end: id of the token that ends an answer; None if there is none."""
 
     prompt: list[int]
     end: int | None
 
     def prefix(self, block_size: int) -> int:
-        """Tokens restorable from the cold store: full blocks, and never the last token."""
+        """Return the number of restorable prompt tokens: those of full blocks before the last token."""
         return (len(self.prompt) - 1) // block_size * block_size
 
     def answer(self, tokens: list[int]) -> list[int]:
-        """Return the generated tokens, up to the end token."""
+        """Return the generated tokens up to the end token, which is included."""
         return tokens[: tokens.index(self.end) + 1] if self.end in tokens else tokens
 
 
 class Text:
-    """Tokens to cut pieces from, each with whatever the tokenizer begins a text with."""
+    """Tokens of a text to cut pieces from. A piece begins with the tokenizer's special tokens for a text's start."""
 
     def __init__(self, model: str, file: Path | None) -> None:
         from transformers import AutoTokenizer
@@ -73,7 +73,10 @@ class Text:
         self._begin = whole[: whole.index(plain[0])]
 
     def pieces(self, prefix: int, continuation: int, most: int) -> list[Piece]:
-        """Return at most `most` pieces, spread over the text, without overlap. Raises QualityError for none."""
+        """Return at most `most` pieces, spread over the text, without overlap.
+
+        Raises QualityError if the text is too short for a piece.
+        """
         length = prefix + continuation - len(self._begin)
         count = len(self._tokens) // length
         if not count:
@@ -88,13 +91,13 @@ class Text:
         return found
 
     def begin(self, length: int) -> list[int]:
-        """Return the first `length` tokens, or fewer."""
+        """Return the first `length` tokens of the text, or all if there are fewer."""
         return self._begin + self._tokens[: length - len(self._begin)].tolist()
 
     def task(self, name: str, context: int, block_size: int, seed: int) -> Piece | None:
-        """Facts of a task spread over a prefix of filler, and the questions: `context` tokens together at most.
+        """Return a piece with at most `context` tokens: the task's facts in a prefix of filler text, and the questions.
 
-        None if answers' tokens cannot be told apart, or the context or the text is too short.
+        Return None if the tokenizer cannot tell which tokens are answers, or the context or the text is too short.
         """
         if not self._tokenizer.is_fast:
             return None
@@ -114,8 +117,9 @@ class Text:
         return Piece(self._begin + spread + after.tolist(), rest, values, name, context)
 
     def chats(self, count: int, document: int) -> list[Chat]:
-        """Return at most `count` chats, each about a passage of `document` tokens, without overlap, with questions by
-        turns.
+        """Return at most `count` chats about passages of `document` tokens, which do not overlap.
+
+        The chats ask QUESTIONS in turn.
         """
         count = min(count, len(self._tokens) // document)
         starts = np.linspace(0, len(self._tokens) // document, count, endpoint=False).astype(int) * document
@@ -135,7 +139,7 @@ class Text:
         return Chat(self._ids(asked), end)
 
     def _asked(self, task: Task) -> tuple[list[int], list[int]]:
-        """Return tokens of the questions with their answers, and the positions of the answers' tokens."""
+        """Return tokens of the questions with their answers, and the indices of the answers' tokens."""
         text, spans = task.asked()
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         values = [
@@ -154,7 +158,7 @@ class Text:
         if file is None and held_out.is_file():
             return np.fromfile(held_out, "<u2").astype(np.int64)
         if file is None:
-            raise QualityError(f"{model} brings no text to be measured on: name one, --text FILE (UTF-8).")
+            raise QualityError(f"{model} has no text of its own to be measured on: give one, --text FILE (UTF-8).")
         try:
             return np.array(self._ids(file.read_text(encoding="utf-8")), np.int64)
         except UnicodeDecodeError:

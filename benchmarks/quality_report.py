@@ -1,4 +1,4 @@
-"""Results of quality.py, as tables and as a plot."""
+"""Show results of quality.py as tables and as a plot. An arm has the results of a setting on an engine."""
 
 import math
 import statistics
@@ -21,7 +21,7 @@ SHAPES = {"vllm": "●", "transformers": "◇"}
 
 
 class Mean(NamedTuple):
-    """Mean over pieces, with the standard error; None of a single piece."""
+    """Mean over pieces. error: standard error; None for a single piece."""
 
     mean: float
     error: float | None
@@ -38,8 +38,11 @@ class Mean(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """Setting on an engine. added: nats per token more than after the exact prefix, paired piece by piece. tasks:
-    recall by the task and the length of the context. answers: compared with the hot answers.
+    """Figures of an arm.
+
+    nll: negative log-likelihood, nats per token. added: `nll` less the exact arm's, mean over differences of pieces.
+    kl, top1: see `Figures`. tasks: recall by name of the task and length of the context. cosines: of keys and of
+    values, between exact and decoded vectors. storage: fields of `Storage`.
     """
 
     name: str
@@ -58,19 +61,19 @@ class Row:
 
 
 def rows(report: dict[str, Any], engine: str) -> list[Row]:
-    """Return a row of each setting, in the order of the report; exact first."""
+    """Return a row for each arm of the engine, in the order of the report, the exact arm first."""
     arms = report["arms"].get(engine, {})
     return [_row(name, arm, arms[EXACT]["pieces"]) for name, arm in arms.items()]
 
 
 def _row(name: str, arm: dict[str, Any], exact: list[dict[str, Any]]) -> Row:
-    pairs = list(zip(arm["pieces"], exact, strict=False))  # tasks are not recomputed
+    pairs = list(zip(arm["pieces"], exact, strict=False))  # RECOMPUTED lacks tasks, which come last
     texts = [(found, base) for found, base in pairs if not found["task"]]
     tasks: dict[tuple[str, int], list[float]] = {}
     for found in arm["pieces"]:
         if found["task"]:
             tasks.setdefault((found["task"], found["context"]), []).append(found["recall"])
-    coded = zip(arm.get("cosines", []), arm["pieces"], strict=False)  # exact KV has no cosines
+    coded = zip(arm.get("cosines", []), arm["pieces"], strict=False)  # only codecs' arms have cosines
     cosines = [pair for pair, found in coded if not found["task"]]
     return Row(
         name,
@@ -86,7 +89,7 @@ def _row(name: str, arm: dict[str, Any], exact: list[dict[str, Any]]) -> Row:
 
 
 class Difference(NamedTuple):
-    """Engine's figures less another engine's, both of the same pieces."""
+    """Figures of a setting on vLLM less its figures with Transformers, mean over pieces that both have."""
 
     name: str
     added: Mean
@@ -94,13 +97,13 @@ class Difference(NamedTuple):
 
 
 def differences(report: dict[str, Any]) -> list[Difference]:
-    """Return vLLM's figures less Transformers', of each common setting."""
+    """Return a difference for each setting that both engines have, without the exact arm."""
     vllm, plain = (report["arms"].get(engine, {}) for engine in ("vllm", "transformers"))
     found = []
     for name in (name for name in vllm if name in plain and name != EXACT):
         added, kl = [], []
         parts = (vllm[name], vllm[EXACT], plain[name], plain[EXACT])
-        for a, a0, b, b0 in zip(*(part["pieces"] for part in parts), strict=False):  # as above
+        for a, a0, b, b0 in zip(*(part["pieces"] for part in parts), strict=False):  # as in `_row`
             if not a["task"]:
                 added.append(a["nll"] - a0["nll"] - b["nll"] + b0["nll"])
                 kl.append(a["kl"] - b["kl"])
@@ -109,7 +112,7 @@ def differences(report: dict[str, Any]) -> list[Difference]:
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
-    """The figures of the tables as plain numbers."""
+    """Return the tables' figures as JSON, by engine and by arm."""
     return {
         engine: {
             row.name: {
@@ -148,7 +151,7 @@ def _measured_on(report: dict[str, Any]) -> str:
     texts = sum(not found["task"] for found in pieces[EXACT]["pieces"])
     tasks = len(pieces[EXACT]["pieces"]) - texts
     return (
-        f"{arguments['model']}: {texts} pieces of {arguments['text'] or 'the text it brings'} and {tasks} of tasks, "
+        f"{arguments['model']}: {texts} pieces of {arguments['text'] or 'its own text'} and {tasks} of tasks, "
         f"{arguments['prefix']} tokens of prefix, {arguments['continuation']} of continuation, blocks of "
         f"{report['block_size']}"
     )
@@ -168,7 +171,7 @@ def _table(report: dict[str, Any], engine: str) -> Table:
 
 
 def _tasks(report: dict[str, Any], engine: str) -> Table:
-    """Recall of each task, and at each length, the mean of all; without columns but the first if there are none."""
+    """Return a table with mean recall for each task and for each context length; without columns if there are none."""
     found = [row for row in rows(report, engine) if row.tasks]
     table = Table(title=f"Right tokens of the answers, %: {engine}", box=SIMPLE)
     if not found:
@@ -185,7 +188,7 @@ def _tasks(report: dict[str, Any], engine: str) -> Table:
 
 
 def _answers(report: dict[str, Any], engine: str) -> Table:
-    """Return the table of chats; only the first column without chats."""
+    """Return the table of chats; without columns if there are none."""
     table = Table(title=f"Greedy answers: {engine}", box=SIMPLE)
     if found := [row for row in rows(report, engine) if row.answers]:
         _columns(table, "same answers", "alike up to")
@@ -207,7 +210,7 @@ def _sizes(report: dict[str, Any]) -> Table:
 
 
 def _columns(table: Table, *headers: str, first: bool = True) -> None:
-    """first: True for a column of names at the left."""
+    """Add a column for each header. first: True to add a column of names before them."""
     if first:
         table.add_column("", no_wrap=True)
     for header in headers:
@@ -226,7 +229,7 @@ def _agreement(found: list[Difference]) -> Table:
 
 
 def draw(report: dict[str, Any]) -> Any:
-    """NLL added and KL over the bits of a number, with standard errors; a color for each setting."""
+    """Return a figure of added NLL and of KL against bits per number, with standard errors. A setting has a color."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5.5), layout="constrained")
@@ -266,7 +269,7 @@ def _colors(count: int) -> list[Any]:
 
 
 def _point(axes: Any, bits: float, value: Mean, label: str | None, look: dict[str, Any]) -> None:
-    """look: marker and colors; no markerfacecolor for a full marker."""
+    """Draw a point with an error bar. look: marker and colors; markerfacecolor None fills the marker with `color`."""
     if look["markerfacecolor"] is None:
         look = look | {"markerfacecolor": look["color"]}
     axes.errorbar(bits, value.mean, yerr=value.error, label=label, linestyle="", capsize=3, markersize=6, **look)

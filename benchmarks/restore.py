@@ -1,10 +1,10 @@
-"""Time until a session off the GPU answers again, and the number of kept sessions.
+"""Measure the time until a returning session answers, and the number of sessions whose KV is kept.
 
-Return latency: time to the first token of a returning session, from vLLM's prefix cache (hot), recomputed, from vLLM's
-CPU offload, and from Manthan's stores; Redis and disk only by name. Arm disk has the page cache forget the store's
-files before each return, disk-cached leaves the page cache alone, and host-disk has all blocks in RAM too. Capacity:
-number of sessions that survive in the same number of bytes. Every arm is a separate engine. The origin of each token is
-checked, and a return from an unexpected source is an error.
+Latency: time to the first token of a session return. The session's KV is in vLLM's prefix cache (arm hot), recomputed
+(recompute), in vLLM's CPU offload, or in a store of Manthan. Arms on Redis and on disk run only if `--arms` names them.
+Before each session return, arm disk drops the store's files from the page cache, and arm disk-cached does not. Arm
+host-disk has all blocks in RAM, too. Capacity: number of sessions kept in the same number of bytes. Each arm is a
+separate engine. For latency, a prompt whose KV came from an unexpected source is an error.
 
     python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device,redis,disk]
         [--codecs wht-5x,klt-8x] [--profile FILE] [--shape gemma3-12b] [--layers 24]
@@ -41,20 +41,20 @@ from manthan.benchmarks.shapes import DEFAULT, PUBLIC, Shape, write_model
 from manthan.codec.registry import needs_profile
 
 SESSIONS = 3
-"""Sessions asked in turn, on a pool with room for POOL_SESSIONS, so each return finds an overwritten session."""
+"""Sessions asked in turn. The pool has room for POOL_SESSIONS, so that each is overwritten before it is asked again."""
 POOL_SESSIONS = 1.3
 SPARE_POSITIONS = 64
 KEPT_SHARE = 0.95
 GONE_SHARE = 0.01
 LEAST_RATIO, MOST_RATIO = 4.0, 5.2
-"""Ratios of compressed blocks: the least for budgets of a few sessions, the most for the number of sessions."""
+"""Least and most expected compression ratio: the least for stores of latency arms, the most for sessions to ask."""
 HOT_POOL_SHARE = 0.1
 DEFAULT_BLOCK = 16
 MANTHAN = {"policy": "lru", "idle": 0.3}
 
 
 class Only(StrEnum):
-    """The two measurements."""
+    """Measurement: value of `--only`."""
 
     latency = "latency"
     capacity = "capacity"
@@ -64,7 +64,10 @@ class Only(StrEnum):
 
 
 def check(answer: Answer, block_size: int, *, cached: bool, external: bool, what: str) -> None:
-    """Refuse an answer with a prompt from an unexpected source."""
+    """Raise WrongPathError if the KV of an answer's prompt came from an unexpected source.
+
+    cached: True if full blocks must not be computed. external: True if full blocks must come from beyond the pool.
+    """
     full = (answer.prompt_tokens - 1) // block_size * block_size  # the last token is always computed
     right = answer.cached_tokens >= KEPT_SHARE * full if cached else answer.cached_tokens <= GONE_SHARE * full
     right &= answer.external_tokens >= KEPT_SHARE * full if external else answer.external_tokens == 0
@@ -86,9 +89,10 @@ async def measure_latency(
     seed: int,
     forgotten: str = "",
 ) -> dict[str, Any]:
-    """forgotten: a folder whose files the page cache has to forget before each return.
+    """Return the answers of `returns` + 1 session returns, the first as a warm-up.
 
-    Time an uncounted return, then `returns` counted returns; in Manthan's arms each is asked again at once.
+    In Manthan's arms, each session is asked again at once; these answers are "hot". forgotten: folder whose files are
+    dropped from the page cache before each session return; empty for none.
     """
     sessions = [random_tokens(seed, index, tokens, vocabulary) for index in range(SESSIONS)]
     if arm == "hot":
@@ -116,7 +120,7 @@ async def measure_latency(
 
 
 def forget(folder: Path) -> None:
-    """Have the page cache drop these synced files."""
+    """Drop the folder's files from the page cache. They must be synced."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
@@ -127,7 +131,7 @@ def forget(folder: Path) -> None:
 async def _ask_again(
     engine: Engine, report: Report, sessions: Sequence[list[int]], returns: int
 ) -> list[dict[str, Any]]:
-    """Put each session in turn into the pool, and ask again at once for the session's share of the returns."""
+    """Return `returns` + 1 answers from the pool: each session in turn enters the pool, and is asked again at once."""
     answers: list[Answer] = []
     put = -1
     for number in range(returns + 1):
@@ -144,7 +148,10 @@ async def _ask_again(
 async def measure_capacity(
     engine: Engine, report: Report, *, sessions: int, tokens: int, vocabulary: int, seed: int
 ) -> dict[str, Any]:
-    """Put the sessions in, in turn, wait until all is quiet, then return them, newest first."""
+    """Ask all sessions in turn, wait until Manthan has no idle session left, and ask all again, newest first.
+
+    Return the later answers, and the number of sessions kept: KEPT_SHARE of the full blocks were not computed again.
+    """
     prompts = [random_tokens(seed, index, tokens, vocabulary) for index in range(sessions)]
     for index, prompt in enumerate(prompts):
         report.step(f"session {index + 1} of {sessions}")
@@ -165,7 +172,7 @@ async def measure_capacity(
 
 @dataclass(frozen=True)
 class Setting:
-    """Common settings of all arms."""
+    """Settings common to all arms."""
 
     model: Path
     block_size: int
@@ -191,8 +198,9 @@ class Setting:
         return {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1" if self.simple_offload else "0"}
 
     def engine(self, tokens: int, pool_sessions: float, **more: Any) -> EngineOptions:
-        """Return an engine for sessions of `tokens` tokens; the pool holds `pool_sessions` sessions, and at least one
-        and a bit.
+        """Return options of an engine for sessions of `tokens` tokens.
+
+        The pool has room for `pool_sessions` sessions, and at least for the longest request and two blocks.
         """
         longest = tokens + SPARE_POSITIONS
         return EngineOptions(
@@ -208,9 +216,10 @@ class Setting:
         )
 
     def codec(self, name: str) -> dict[str, Any]:
-        """Return Manthan's options for the codec; the default without a name.
+        """Return Manthan's options for the codec; for an empty name, the default codec.
 
-        The guard is off, because no profile fits random prompts, and a finer codec would be timed.
+        The guard would choose a finer codec, because no profile fits random prompts. The guard is therefore off, except
+        for the default codec with a model's own weights.
         """
         if not name:
             return {} if self.weights else {"codec": {"guard": False}}
@@ -218,7 +227,7 @@ class Setting:
         return {"codec": {"name": name, "guard": False, **profile}}
 
     def store(self, arm: str, nbytes: int) -> dict[str, Any]:
-        """Return Manthan's options for an arm's store, with room for `nbytes` bytes of a cache."""
+        """Return Manthan's options for an arm's store, with room for `nbytes` bytes of bf16 KV after compression."""
         kind = {"disk-cached": "disk", "host-disk": "disk", "tiered": "redis"}.get(arm, arm)
         room = math.ceil(nbytes / (1 if self.shape.is_latent else LEAST_RATIO))
         store: dict[str, Any] = {"kind": kind, "max_bytes": room}
@@ -234,7 +243,7 @@ class Setting:
 
 
 def latency_arm(name: str, setting: Setting, codec: str = "") -> Arm:
-    """Return the arm. Offload and stores have room for all sessions and one more."""
+    """Return a latency arm. vLLM's offload or the store has room for all sessions and one more."""
     label = f"{name} {codec}" if codec else name
     nbytes = (SESSIONS + 1) * setting.tokens * setting.shape.token_nbytes
     more: dict[str, Any] = {}
@@ -256,7 +265,10 @@ def latency_arm(name: str, setting: Setting, codec: str = "") -> Arm:
 
 
 def capacity_arm(name: str, setting: Setting) -> Arm:
-    """Return the arm. The budget of bf16 sessions is outside the pool, or includes a pool in the same GPU memory."""
+    """Return a capacity arm with the bytes of `capacity_sessions` bf16 sessions as budget.
+
+    The budget is RAM, besides a small pool, or GPU memory with the pool included (arms plain and device).
+    """
     tokens, budget_sessions = setting.capacity_tokens, setting.capacity_sessions
     budget = budget_sessions * tokens * setting.shape.token_nbytes
     pool_sessions, expected, more = POOL_SESSIONS, float(budget_sessions), {}
@@ -283,7 +295,10 @@ def capacity_arm(name: str, setting: Setting) -> Arm:
 
 
 def chosen_arms(only: Only | None, names: str, setting: Setting, codecs: str = "") -> list[Arm]:
-    """Return the arms. codecs: for the latency, arm host once with each. Raises BadParameter for unknown names."""
+    """Return the named arms; without names, all but NAMED. Raises BadParameter for unknown names.
+
+    codecs: names of codecs, with commas between; latency arm host runs once with each.
+    """
     wanted = {name.strip() for name in names.split(",")} if names else {*LATENCY, *CAPACITY}
     known = (*LATENCY, *NAMED, "plain")
     if unknown := wanted - {*known}:
@@ -297,7 +312,7 @@ def chosen_arms(only: Only | None, names: str, setting: Setting, codecs: str = "
 
 
 def made_up(folder: Path, shape: str, layers: int) -> Path:
-    """A model of a public one's shape. Raises BadParameter."""
+    """Return `folder` with a written model of a public model's shape, without weights. Raises BadParameter."""
     if shape not in PUBLIC:
         raise typer.BadParameter(f"--shape is {shape}; there are {', '.join(PUBLIC)}")
     try:
@@ -313,11 +328,11 @@ def main(
     capacity_tokens: Annotated[int, typer.Option(help="Prompt tokens of a session, for the capacity.")] = 8000,
     capacity_sessions: Annotated[int, typer.Option(help="The budget: bytes of this number of bf16 sessions.")] = 16,
     only: Annotated[Only | None, typer.Option(help="One of the two measurements.")] = None,
-    arms: Annotated[str, typer.Option(help="Only these, with commas between.")] = "",
-    codecs: Annotated[str, typer.Option(help="Arm host with each of these, by comma.")] = "",
-    profile: Annotated[Path | None, typer.Option(help="The model's, for codecs that take one, or `made-up`.")] = None,
+    arms: Annotated[str, typer.Option(help="Run only these arms, with commas between.")] = "",
+    codecs: Annotated[str, typer.Option(help="Arm host with each of these codecs, by comma.")] = "",
+    profile: Annotated[Path | None, typer.Option(help="Profile for calibrated codecs, or `made-up`.")] = None,
     model: Annotated[Path | None, typer.Option(help="Folder with a config.json, instead of a shape.")] = None,
-    shape: Annotated[str, typer.Option(help=f"Of a public model: {', '.join(PUBLIC)}.")] = DEFAULT,
+    shape: Annotated[str, typer.Option(help=f"Shape of a public model: {', '.join(PUBLIC)}.")] = DEFAULT,
     layers: Annotated[int, typer.Option(help="Number of first layers of the shape; 0 for all.")] = 0,
     weights: Annotated[bool, typer.Option("--weights", help="MODEL's own weights, not made-up ones.")] = False,
     block_size: Annotated[int, typer.Option(help="Tokens of a block; 0 for the shape's size.")] = 0,
@@ -326,15 +341,15 @@ def main(
     simple_offload: Annotated[
         bool, typer.Option("--simple-offload", help="vllm-offload with VLLM_USE_SIMPLE_KV_OFFLOAD (no /dev/shm).")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the token ids.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the token ids.")] = 0,
     redis_url: Annotated[str, typer.Option(help="A running server, for the arms in Redis; else one is started.")] = "",
-    disk_folder: Annotated[Path, typer.Option(help="On the disk to be measured, for the arms on disk.")] = Path(),
+    disk_folder: Annotated[Path, typer.Option(help="Folder on the disk to be measured, for arms on disk.")] = Path(),
     timeout: Annotated[float, typer.Option(help="Seconds that an arm may take.")] = 300,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot and logs.")] = OUT,
     plot_only: Annotated[Path | None, typer.Option(help="Show and plot this JSON of an earlier run again.")] = None,
     job: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Measure how soon sessions return and how many are kept."""
+    """Measure how soon returning sessions answer, and how many are kept."""
     if job is not None:
         return serve(job, {"latency": measure_latency, "capacity": measure_capacity})
     console = make_console()

@@ -1,7 +1,8 @@
-"""Cost of the heart with a thousand sessions and with a million: a step, a request, a block, a garbage collection.
+"""Measure what a step, a request, a block and a garbage collection cost with a thousand sessions or a million.
 
-The heart is real, the engine around is simulated: no model, no KV, no GPU. Each number of sessions has a separate
-process, in which all sessions go cold and then some return, a few at a time.
+The heart (Manthan's session manager and its driver, called by vLLM's scheduler) is real. The engine is simulated,
+without model, KV or GPU. Each number of sessions is measured in a separate process: all sessions go cold (stored
+compressed), and then some are asked again, a few at a time.
 
     manthan bench scale [--sessions 1000,10000,100000,1000000] [--policy lru] [--out FOLDER]
     manthan bench scale --plot-only FOLDER/scale.json
@@ -24,32 +25,32 @@ from manthan.benchmarks.arms import make_console, new_report, read_report, write
 from manthan.benchmarks.scale_engine import Heart
 
 MOST_LONG = 100_000
-"""Most sessions with --tokens each. Beyond, sessions have SHORT_TOKENS each, because of the memory."""
+"""Most sessions with --tokens each. If there are more, each has at most SHORT_TOKENS, to save memory."""
 SHORT_TOKENS = 512
 FIRST = 100
-"""Sessions made before memory and objects are counted."""
+"""Sessions made before memory and objects are counted for the first time."""
 PAGE_NBYTES = 4096
 
 
 def scale(
     context: typer.Context,
     files: Annotated[list[Path] | None, typer.Argument(help="With --plot-only: a report.")] = None,
-    sessions: Annotated[str, typer.Option(help="Numbers of sessions.")] = "1000,10000,100000,1000000",
+    sessions: Annotated[str, typer.Option(help="Numbers of sessions, by comma.")] = "1000,10000,100000,1000000",
     tokens: Annotated[
-        int, typer.Option(min=512, help=f"Of a session; {SHORT_TOKENS} where there are more than {MOST_LONG:,}.")
+        int, typer.Option(min=512, help=f"Of a session; at most {SHORT_TOKENS} with more than {MOST_LONG:,}.")
     ] = 8192,
     policy: Annotated[str, typer.Option(help="Policy, such as lru or returns.")] = "lru",
     running: Annotated[int, typer.Option(min=1, help="Requests that run at a time.")] = 8,
-    steps: Annotated[int, typer.Option(min=300, help="Of each measurement.")] = 3000,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each number; the least counts.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the returns.")] = 0,
+    steps: Annotated[int, typer.Option(min=300, help="Steps of a measurement.")] = 3000,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements; the best counts.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the order of sessions.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for JSON and plot.")] = Path("build", "benchmarks"),
     plot_only: Annotated[bool, typer.Option("--plot-only", help="Show and plot a report again.")] = False,
 ) -> None:
-    """Time of a step, of a request and of a garbage collection, and memory, against the number of sessions."""
+    """Measure the time of a step, a request and a garbage collection, and memory, for each number of sessions."""
     options, console = Namespace(**locals()), make_console()
     if bool(files) != plot_only or len(files or ()) > 1:
-        raise typer.BadParameter("--plot-only takes one report, and without it there is none")
+        raise typer.BadParameter("--plot-only takes one report; without --plot-only, give no report")
     if files:
         return scale_report.show(read_report(files[0], "scale"), files[0].with_suffix(".png"), console)
     runs: list[dict[str, Any]] = []
@@ -79,7 +80,7 @@ def read_numbers(text: str) -> list[int]:
 def measure(
     sessions: int, tokens: int, policy: str, running: int, steps: int, repeats: int, seed: int
 ) -> dict[str, Any]:
-    """Return the cost of `sessions` sessions, each repeat separately."""
+    """Return times and memory with `sessions` sessions; times for each of `repeats` repeats."""
     began = time.monotonic()
     gc.collect()
     gc.freeze()  # as vLLM does when an engine has started
@@ -121,7 +122,7 @@ def measure(
 
 
 def _memory(heart: Heart) -> dict[str, int]:
-    """Return blocks, objects tracked by the garbage collector, and resident bytes of the process."""
+    """Return the counts of blocks and of objects tracked by the garbage collector, and the process's resident bytes."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_NBYTES
     return {"blocks": len(heart.manager.blocks), "objects": len(gc.get_objects()), "nbytes": resident}

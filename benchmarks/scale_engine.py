@@ -1,7 +1,8 @@
-"""Real heart of an engine on a simulated engine, to time the heart alone: no model, no KV, no bytes.
+"""Run Manthan's heart on a simulated engine, to time the heart alone. There is no model, no KV and no stored byte.
 
-The KV pool is the simulator's, and a tier takes all stores at once. Timed are the calls of vLLM's scheduler, for a
-request and for a step, in seconds of this thread, so that concurrent processes do not count.
+The heart is the session manager and its driver, which vLLM's scheduler calls. The KV pool is the simulator's. The tier,
+which keeps compressed blocks, takes each store within a step. Timed are the scheduler's calls for a request and for a
+step, in CPU time of this thread, so that other processes do not count.
 """
 
 import random
@@ -26,26 +27,29 @@ from manthan.policies import get_policy
 
 BLOCK_TOKENS = 16
 BLOCK_NBYTES = BLOCK_TOKENS * 144 << 10
-"""Bytes of a block of Qwen3-8B in the pool. A compressed block takes a fifth."""
+"""Bytes of a Qwen3-8B block in the pool. A compressed block takes a fifth."""
 COLD_NBYTES = BLOCK_NBYTES // 5
 POOL_BLOCKS = 32_768
-"""Blocks of the pool: 524,288 tokens, about the rest of an H200 with the model."""
+"""Blocks of the pool: 524,288 tokens, about what fits on an H200 next to the model."""
 HASH_NBYTES = 32
 ANSWER_BLOCKS = 16
 IDLE_AFTER_S = 2.0
 ENOUGH = 1 << 60
 """Bytes of a tier that never fills up."""
 WHOLE = 64
-"""Sessions of each number made like on a server. The pool holds about as many."""
-AT_ONCE = 64  # sessions entered at a time
+"""Number of sessions, the last ones made, that `fill` makes by requests. The pool holds about this number."""
+AT_ONCE = 64  # most sessions that `fill` makes at a time without requests
 STEP_S = 0.02
 FILL_S = 0.05
-"""Seconds between two new sessions."""
+"""Simulated seconds between two new sessions."""
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """Request as in vLLM. hashes: of prompt and answer. computed: blocks with KV. left: steps to the end."""
+    """Running request. session: index of the session. hashes: block hashes of prompt and answer.
+
+    prompt: number of prompt blocks. blocks: ids of pool blocks. computed: number of blocks with KV. left: steps left.
+    """
 
     request_id: str
     session: int
@@ -57,19 +61,19 @@ class Running:
 
 
 class Times(NamedTuple):
-    """Nanoseconds of each step, and of each request."""
+    """Nanoseconds in the heart for each step, and for each request's start and end together."""
 
     steps: list[int]
     requests: list[int]
 
 
 class Heart:
-    """Sessions of an engine: made in turn, then asked again by a few requests at a time.
+    """Heart of an engine with simulated sessions, made in turn and then asked again by a few requests at a time.
 
     Args:
-        tokens: of each session's conversation, at first.
-        policy: name of the policy.
-        seed: of the order of returns.
+        tokens: tokens of each session when it is made.
+        policy: name of the eviction policy.
+        seed: seed of block hashes, and of the order in which sessions are asked again.
     """
 
     def __init__(self, tokens: int, policy: str, seed: int) -> None:
@@ -86,9 +90,9 @@ class Heart:
         self.sessions = 0
         """Number of sessions made."""
         self.longest_ns = 0
-        """Nanoseconds of the longest call that made a session: a call that enlarged the table."""
+        """Nanoseconds of the longest call that entered blocks of new sessions. The longest enlarges the table."""
         self._lengths: dict[int, int] = {}
-        """Blocks of the returned sessions, by session number."""
+        """Number of blocks of each session that was asked again, by session number."""
         self._seed, self._ids, self._chance = seed, count(), random.Random(seed)
         self._sent: Sequence[Transfer] = ()
         self._running: list[Running] = []
@@ -114,7 +118,7 @@ class Heart:
         self.settle()
 
     def _adopt(self, first: int, sessions: int) -> None:
-        """Make cold sessions with all blocks stored, several at once. The pool has none of the blocks."""
+        """Make `sessions` cold sessions without requests, from number `first` on. The pool has none of the blocks."""
         manager, table, began, nbytes = self.manager, self.manager.table, self.now, self.blocks * COLD_NBYTES
         hashes = [self.hashes(number, self.blocks) for number in range(first, first + sessions)]
         depths = np.tile(np.arange(self.blocks, dtype=np.int32), sessions)
@@ -137,14 +141,14 @@ class Heart:
             manager.events(Evicted(session.session_id, *facts, self.now - began, 0.0, False))
 
     def settle(self) -> None:
-        """Have all sessions go cold."""
+        """Advance the time until all sessions are cold."""
         while self.manager.table.states[SessionState.IDLE] or self.driver.has_orders:
             self.now += IDLE_AFTER_S
             self.step(0)
         self._lap()
 
     def hashes(self, session: int, blocks: int) -> list[bytes]:
-        """Return the hashes of a session's first blocks."""
+        """Return the hashes of a session's first `blocks` blocks."""
         drawn = np.random.default_rng((self._seed, session)).bytes(blocks * HASH_NBYTES)
         return [drawn[at : at + HASH_NBYTES] for at in range(0, len(drawn), HASH_NBYTES)]
 
@@ -161,7 +165,7 @@ class Heart:
         return spent
 
     def _begin(self, session: int, prompt: int, whole: int) -> Running:
-        """Bring a request of `prompt` full blocks, of `whole` with the answer, up to a prompt with KV."""
+        """Return a new request whose prompt of `prompt` full blocks has KV. whole: blocks of prompt and answer."""
         driver, pool, heart = self.driver, self.pool, self._heart
         hashes, request_id = self.hashes(session, whole), f"request-{next(self._ids)}"
         asked, tokens, usable = hashes[:prompt], prompt * BLOCK_TOKENS + 1, prompt
@@ -185,7 +189,7 @@ class Heart:
         return Running(request_id, session, hashes, prompt, blocks, prompt, 0)
 
     def _answer(self, request: Running, blocks: int) -> None:
-        """Compute an answer up to `blocks` blocks."""
+        """Compute the request's answer until the request has `blocks` blocks."""
         new = self.pool.take(blocks - request.computed)
         self._heart(self.driver.computed, request.request_id, new)
         self.pool.cache_all(new, request.hashes[request.computed : blocks])
@@ -201,7 +205,7 @@ class Heart:
     # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, taken: int) -> None:
-        """Run the calls of a step: results of the previous step, then orders. A store takes a step."""
+        """Make a step's calls: answer the previous step's stores, and begin new ones. taken: as in `Driver.step`."""
         driver, job_ids = self.driver, [job.job_id for job in self._sent]
         results = [TransferResult(job.job_id, np.full(len(job), COLD_NBYTES, np.int64)) for job in self._sent]
         began = thread_time_ns()
@@ -217,11 +221,10 @@ class Heart:
         self._sent = work.stores
 
     def serve(self, steps: int, running: int, is_full: bool = True) -> Times:
-        """Let random sessions return, `running` at a time, and time each step and each request.
+        """Ask random sessions again, `running` at a time, and return the times of each step and each request.
 
-        A request's prompt is the session and a block more. The answer has ANSWER_BLOCKS blocks, one for each
-        BLOCK_TOKENS steps. is_full: True if the tier has only the room of dropped blocks, as in a server after a long
-        run.
+        A prompt is the session and one more block. The answer has ANSWER_BLOCKS blocks, one for each BLOCK_TOKENS
+        steps. is_full: True for a full tier, as in a server after a long run: a store needs dropped blocks' room.
         """
         self.manager.budget_nbytes = self.manager.blocks.taken_nbytes if is_full else ENOUGH
         times, slots = Times([], []), self._running

@@ -15,7 +15,10 @@ SHARES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 class Goal(NamedTuple):
-    """A bound on a figure. at: number of sessions of `tokens` each."""
+    """Bound on a figure of a run. what: name of the figure. is_least: True if figures from `bound` up meet the goal.
+
+    at, tokens: number of sessions, and tokens of each, for which the goal holds.
+    """
 
     what: str
     figure: Callable[[dict[str, Any]], float]
@@ -66,7 +69,7 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
     console.print(
         f"{machine['cpu']} ({machine['cores']} cores, load {machine['load']}), Python {machine['python']}; policy "
         f"{report['arguments']['policy']}, {report['arguments']['running']} requests at a time; of "
-        f"{report['arguments']['repeats']} measurements the least, and the spread",
+        f"{report['arguments']['repeats']} measurements the least and the most",
         soft_wrap=True,
     )
     console.print(make_table(report["runs"]))
@@ -103,7 +106,7 @@ def _spread(values: Iterator[float]) -> str:
 
 
 def said(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each goal with a measured number of sessions: met or missed."""
+    """Return a line, met or missed, for each goal whose number of sessions and tokens was measured."""
     lines = []
     for goal in GOALS:
         for run in runs:

@@ -19,9 +19,9 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 @dataclass(frozen=True)
 class Session:
-    """Prompts of a session, the first and the return: token ids, and the right answers if any.
+    """Session with two prompts, asked first and again: token ids, and their right answers if known.
 
-    Both prompts begin with the same tokens and differ in the question at the end.
+    Both prompts are equal, or, if answers are known, differ only in the question at the end.
     """
 
     first: list[int]
@@ -36,7 +36,7 @@ class Session:
         return DIGITS if self.answers else 1
 
     def full_tokens(self, block_size: int) -> int:
-        """Return tokens of the blocks the return can find: both prompts have them, and the last token is computed."""
+        """Return the number of tokens in full blocks that both prompts share, without the last token of `again`."""
         pairs = zip(self.first, self.again, strict=False)
         shared = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(self.first), len(self.again)))
         return min(shared, len(self.again) - 1) // block_size * block_size
@@ -44,7 +44,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Served:
-    """Folder of a model. made_up: True without weights, so answers mean nothing."""
+    """Model to serve. made_up: True if `folder` has no weights, so that answers mean nothing."""
 
     folder: Path
     block_size: int
@@ -56,7 +56,7 @@ class Served:
     def choose(cls, model: Path | None, block_size: int, made_up_in: Path, on_gpu: bool) -> Self:
         """Return the given model; else a model of Qwen3-8B's shape on a GPU, and the tests' tiny model on a CPU.
 
-        Raises BadParameter without a model.
+        made_up_in: folder for a written model. Raises BadParameter if the model is not there.
         """
         if model is not None and not (model / "config.json").exists():
             raise typer.BadParameter(f"--model {model} has no config.json: name the folder of a model")
@@ -93,7 +93,7 @@ class Served:
 
 
 def make_session(served: Served, tokens: int, seed: int, index: int) -> Session:
-    """Return a session of about `tokens` tokens, without a full block in common with any further index."""
+    """Return a session of about `tokens` tokens, without a full block in common with another index."""
     if served.made_up or not (served.folder / "tokenizer.json").exists():
         return random_session(seed, index, tokens, served.shape.vocabulary)
     return _lookup(str(served.folder), tokens, f"{seed}-{index}")
@@ -104,7 +104,7 @@ def random_session(seed: int, index: int, tokens: int, vocabulary: int) -> Sessi
     return Session(ids, ids)
 
 
-@lru_cache(maxsize=4096)  # all arms ask the same
+@lru_cache(maxsize=4096)  # all arms ask the same sessions
 def _lookup(model: str, tokens: int, seed: str) -> Session:
     table = Table(model, tokens, seed)
     (first, right_first), (again, right_again) = table.question(0), table.question(1)

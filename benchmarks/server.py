@@ -26,19 +26,18 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # By itself vLLM's CPU build leaves one core to others, and two where there is a KV connector; if there are no more
-    # than two, the model then gets both. Servers that are compared must have as many threads, pinned to no core.
+    # By default vLLM's CPU build pins threads and leaves one core free, or two with a KV connector. On a machine of two
+    # cores it then leaves none. Compared servers must have equally many threads, with or without a connector.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),
     "NO_COLOR": "1",  # the log is read by programs
 }
-"""Set for the server unless the caller's environment says otherwise."""
+"""Environment variables of the server, unless this process's environment has other values for them."""
 STOP_WAIT_S = 10.0
 
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""Template for the tests' model. The model's template puts a newline before every message, also between a question
-and the answer. The prompt of the next turn would then differ from the computed tokens, and the last block would be
-lost."""
+"""Chat template for the tests' model, without separators. The model's own template puts a newline before each message.
+A next turn's prompt would then differ from the computed tokens where the answer begins, and lose the last block."""
 
 
 BEGAN = re.compile(r"Manthan is on: .*?, codec ([^\s,]+)")
@@ -50,9 +49,9 @@ VERDICT = re.compile(
 
 
 def codec_used(log: Path) -> str:
-    """Return the guard's last verdict and the codec used afterwards, from an engine's log.
+    """Return a sentence on the codec in use at the end of an engine's log; empty for an engine without Manthan.
 
-    Empty for an engine without Manthan.
+    The guard measures a codec on the first blocks, and replaces an unfaithful codec. The sentence has the last verdict.
     """
     text = log.read_text(errors="replace") if log.exists() else ""
     if not (began := BEGAN.findall(text)):
@@ -67,7 +66,7 @@ def codec_used(log: Path) -> str:
 
 
 class Process(Protocol):
-    """Used part of subprocess.Popen, for the leader of a process group: stop() reaches all children."""
+    """Part of subprocess.Popen that VllmServer uses. The process leads a process group, so that `stop` ends all."""
 
     @property
     def pid(self) -> int: ...
@@ -79,11 +78,11 @@ class Process(Protocol):
 
 
 Launch = Callable[[Sequence[str], Mapping[str, str], Path], Process]
-"""Starts `vllm` with arguments and an environment, with output in a file."""
+"""Function that starts `vllm` with arguments and an environment, and has the output written into a file."""
 
 
 def launch_vllm(arguments: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
-    """Run the command, like a user."""
+    """Start the `vllm` command, as a user would, in a new process group."""
     with log.open("wb") as output:
         return subprocess.Popen(
             [*_vllm_command(), *arguments],
@@ -167,7 +166,7 @@ class VllmServer(Endpoint):
         self._process.wait()
 
     def stop(self) -> None:
-        """End the server and all children: politely first, and after STOP_WAIT_S by force."""
+        """End the server and all children: first with SIGTERM, and with SIGKILL after STOP_WAIT_S."""
         self.close()
         if self._process is None:
             return
@@ -197,11 +196,11 @@ class VllmServer(Endpoint):
         return ServerError(what, self.log)
 
     def _what_happened(self) -> str:
-        time.sleep(0.5)  # the death of a process is visible a moment later
+        time.sleep(0.5)  # a process that drops a connection dies a moment later
         return "did not answer a request" if self.is_alive() else f"died (exit status {self.exit_status})"
 
 
 def _vllm_command() -> list[str]:
-    """Return the `vllm` command next to this Python, or else this Python's module."""
+    """Return the `vllm` command next to this Python, or else the command of vLLM's module in this Python."""
     sibling = Path(sys.executable).with_name("vllm")
     return [str(sibling)] if sibling.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]

@@ -11,14 +11,14 @@ ENCODED = ("vllm:manthan_encodings_total", "vllm:manthan_encoded_blocks_total")
 
 
 def until_settled(endpoint: Endpoint, still_s: float) -> None:
-    """Return when no request runs, every session is cold, and nothing was encoded for POLL_S.
+    """Return when no request runs or waits, nothing was encoded for POLL_S, and all sessions are cold.
 
     Args:
-        still_s: Seconds without any change after which the wait for warm sessions ends. A full tier does not take all
-            of the pool, so some sessions stay idle.
+        still_s: Seconds without a change after which to return although some sessions are not cold. A full tier cannot
+            take all blocks of the pool, so that some sessions stay idle.
 
     Raises:
-        ServerError: after SETTLE_S.
+        ServerError: The server has not settled after SETTLE_S.
     """
     before, since = None, time.monotonic()
     deadline = since + SETTLE_S

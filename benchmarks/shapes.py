@@ -1,7 +1,7 @@
-"""Shapes of public models, for engines with made-up weights: times depend on sizes alone.
+"""Shapes of public models, for engines with made-up weights, because times depend on sizes alone.
 
-Each is the text part of the model's config.json, under vLLM's class for the text part; without quantization, so that
-weights are bf16.
+A shape is the text part of the model's config.json, with vLLM's class for the text part as architecture. There is no
+quantization, so that weights are bf16.
 """
 
 import json
@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Self
 
 SPARE_BLOCKS = 8
-"""Blocks of a group of states: a request has two at a time, and the last states are to stay."""
+"""Pool blocks for a KV cache group of recurrent states. A request uses two; the rest keeps states of ended requests."""
 
 
 @dataclass(frozen=True)
 class PublicShape:
-    """config: as in config.json. source: origin of the numbers. block_size: tokens of a block, vLLM's choice for models
-    with states, or else the model's default.
+    """Shape of a model. config: content of config.json. source: origin of the numbers.
+
+    block_size: tokens of a block, as vLLM chooses for the model.
     """
 
     config: dict[str, Any]
@@ -25,7 +26,7 @@ class PublicShape:
     block_size: int = 16
 
     def cut(self, layers: int) -> dict[str, Any]:
-        """Return the configuration with the first `layers` layers; all for 0. Raises ValueError."""
+        """Return the configuration with only the first `layers` layers; with all layers for 0. Raises ValueError."""
         has = self.config["num_hidden_layers"]
         if not 0 <= layers <= has:
             raise ValueError(f"{layers} layers cannot be had: the model has {has}")
@@ -36,7 +37,7 @@ class PublicShape:
 
 
 def every(count: int, layers: int, other: str) -> list[str]:
-    """Full attention in each count-th layer."""
+    """Return the types of `layers` layers: full attention in each count-th layer, and `other` in the rest."""
     return [other if (n + 1) % count else "full_attention" for n in range(layers)]
 
 
@@ -91,7 +92,7 @@ PUBLIC = {
             "num_experts_per_tok": 8,
             "tie_word_embeddings": False,
         },
-        "Qwen/Qwen3.5-35B-A3B, text_config: Transformers' Qwen3_5MoeTextConfig, and the model's own places and RoPE",
+        "Qwen/Qwen3.5-35B-A3B, text_config: Transformers' Qwen3_5MoeTextConfig, and the model's own positions and RoPE",
         block_size=1056,
     ),
     "gpt-oss-20b": PublicShape(
@@ -210,8 +211,9 @@ DEFAULT = "qwen3-8b"
 
 
 def write_model(folder: Path, name: str = DEFAULT, layers: int = 0) -> Path:
-    """Write a folder that vLLM loads as a model with made-up weights. layers: number of first layers; 0 for all. Raises
-    ValueError.
+    """Write a folder that vLLM loads as a model with made-up weights.
+
+    layers: number of first layers to keep; 0 for all. Raises ValueError if the model has fewer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(PUBLIC[name].cut(layers), indent=2))
@@ -220,11 +222,11 @@ def write_model(folder: Path, name: str = DEFAULT, layers: int = 0) -> Path:
 
 @dataclass(frozen=True)
 class Shape:
-    """Facts behind the sizes.
+    """Sizes of a model. vocabulary: number of token ids. positions: longest context.
 
-    token_nbytes: bf16 bytes of a token in all layers, as far as vLLM keeps every block. groups: number of groups of
-    windows and of states. window: tokens that windows look back; 0 for states. is_latent: True for latents (MLA), which
-    compress less than keys and values.
+    token_nbytes: bf16 bytes of a token's KV, as if all layers had full attention. groups: number of KV cache groups
+    with sliding windows or recurrent states. window: tokens of a sliding window; 0 without windows. is_latent: True for
+    latents (MLA), which compress less than keys and values.
     """
 
     vocabulary: int
@@ -254,8 +256,9 @@ class Shape:
         )
 
     def further_blocks(self, block_size: int, batched_tokens: int) -> int:
-        """Return blocks of the pool in use by groups of windows and states, with `batched_tokens` in a step, and
-        equally many in the next step, scheduled before the end of the first.
+        """Return the number of pool blocks that groups of windows and states use.
+
+        A step has at most `batched_tokens` tokens, and vLLM schedules the next step before the first one ends.
         """
         each = math.ceil((self.window + 2 * batched_tokens) / block_size) + 2 if self.window else SPARE_BLOCKS
         return self.groups * each

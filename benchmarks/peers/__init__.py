@@ -1,8 +1,9 @@
 """Published codecs as plain references, written from their papers, for comparison: `manthan eval quality --codec
 kvarn`.
 
-The references are in the repository, not in the wheel. Each has `encode` and `decode` of a head's keys or values of a
-block, float32 [tokens, head_dim], and encodes to bytes, so that bits a number are the reference's.
+The references are in the repository, not in the wheel. Each encodes a tile into real bytes, so that its bits per number
+can be measured. A tile has one head's keys or values in one layer of a block, float32 [tokens, head_dim]. Only KVTC
+encodes all heads and several layers together.
 """
 
 from collections.abc import Callable
@@ -19,20 +20,20 @@ Floats = npt.NDArray[np.float32]
 
 
 def pack(numbers: npt.NDArray[np.integer], bits: int) -> Codes:
-    """Whole numbers from 0 to 2**bits - 1 as bytes, lowest bit first."""
+    """Return whole numbers from 0 to 2**bits - 1 as bytes, `bits` bits each, lowest bit first."""
     digits = np.asarray(numbers, np.uint32).reshape(-1, 1) >> np.arange(bits, dtype=np.uint32) & 1
     return np.packbits(digits.astype(np.uint8).ravel(), bitorder="little")
 
 
 def unpack(codes: Codes, bits: int, count: int) -> npt.NDArray[np.int64]:
-    """Undo `pack`."""
+    """Return the first `count` whole numbers that `pack` has packed."""
     digits = np.unpackbits(codes, count=bits * count, bitorder="little").reshape(count, bits).astype(np.int64)
     found: npt.NDArray[np.int64] = digits @ (1 << np.arange(bits))
     return found
 
 
 def halves(x: Floats) -> Codes:
-    """Numbers in fp16, as bytes."""
+    """Return the bytes of the numbers rounded to fp16."""
     return np.ascontiguousarray(x, "<f2").view(np.uint8).ravel()
 
 
@@ -41,9 +42,9 @@ class Peer:
     """Preset for `manthan.codec.registry`.
 
     Args:
-        name: of the codec.
-        encode: [tokens, head_dim] and "key" or "value" to bytes, of equal length for equal shapes.
-        decode: bytes, "key" or "value", and the shape, to numbers.
+        name: codec's name.
+        encode: function from a tile and "key" or "value" to bytes. Tiles of equal shape take equally many bytes.
+        decode: function from bytes, "key" or "value", and the tile's shape to the tile.
     """
 
     name: str
@@ -54,12 +55,12 @@ class Peer:
         return PeerCodec(self)
 
     def bits(self, x: Floats, kind: Kind) -> float:
-        """Bits a number."""
+        """Return the encoded bits per number of a tile."""
         return 8 * self.encode(x, kind).size / x.size
 
 
 class PeerCodec(Codec):
-    """Codec of all heads by a peer, in order."""
+    """Codec that encodes the tiles of a section (numbers of a block) by a peer, one after another."""
 
     def __init__(self, peer: Peer) -> None:
         self.name, self._peer = peer.name, peer

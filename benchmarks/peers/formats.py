@@ -1,9 +1,9 @@
-"""Number formats for caches without entropy coding: fp8, and NVFP4.
+"""Number formats of KV caches, without entropy coding: fp8, and NVFP4.
 
-fp8 is E4M3 with a scale of 1, the default of vLLM's `--kv-cache-dtype fp8`. NVFP4 (NVIDIA, 2025) has 16 numbers of 4
-bits (E2M1) with a scale in E4M3, and a scale in float32 for a tile.
+fp8 is E4M3 with a scale of 1, the default of vLLM's `--kv-cache-dtype fp8`. NVFP4 (NVIDIA, 2025) has 4 bits (E2M1) for
+a number, a scale in E4M3 for each group of 16 numbers, and a scale in float32 for a tile [tokens, head_dim].
 
-    NVFP4: | the tile's scale | scales, E4M3 | numbers |
+    NVFP4: | the tile's scale, float32 | scales of groups, E4M3 | numbers, 4 bits each |
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ GROUP = 16
 
 
 def encode_fp8(x: Floats, kind: Kind) -> Codes:
-    """Return a byte for each number."""
+    """Return the numbers as E4M3, a byte for each number."""
     return as_numbers(x.copy(), E4M3).ravel()
 
 
@@ -30,7 +30,7 @@ def decode_fp8(codes: Codes, kind: Kind, shape: tuple[int, int]) -> Floats:
 
 
 def encode_nvfp4(x: Floats, kind: Kind) -> Codes:
-    """Return the bytes of a tile with a multiple of GROUP numbers."""
+    """Return the bytes of a tile. The count of its numbers must be a multiple of GROUP."""
     groups = x.reshape(-1, GROUP)
     whole = np.float32(np.abs(x).max() / (LARGEST * LEVELS[-1])) or np.float32(1)
     scales = as_numbers(np.abs(groups).max(1) / (LEVELS[-1] * whole), E4M3)

@@ -1,13 +1,13 @@
 """KVarN: variance-normalized tiles, 4 bits for keys and 2 for values (L. Muller et al., "KVarN: variance-normalized
 KV-cache quantization", 2026, arXiv 2606.03458).
 
-A tile is a head's block, [tokens, head_dim], 128 tokens in the paper, rotated by a Hadamard transform. Magnitudes of
-channels and of tokens are evened out in turns, like sums by Sinkhorn. Keys have a range for each channel, values a
-range for each token, divided evenly by whole numbers of 4 or 2 bits.
+A tile has one head's keys or values of a block, [tokens, head_dim], 128 tokens in the paper. A Hadamard transform
+rotates each token's vector. Scales of channels and of tokens are found by turns, so that the tile divided by both has
+about the same root mean square in each channel and each token. A line is a channel of keys or a token of values; a
+column is a token of keys or a channel of values. Columns are divided by the scales. Each line is then quantized to
+whole numbers of 4 bits (keys) or 2 bits (values), by a start and a step. These make a line's scale needless.
 
-    | scales of the columns, fp16 | starts, fp16 | steps, fp16 | whole numbers |
-
-A column is a token of keys or a channel of values, without a separate range.
+    | scales of the columns, fp16 | starts of the lines, fp16 | steps of the lines, fp16 | whole numbers |
 """
 
 import numpy as np
@@ -20,12 +20,12 @@ from manthan.codec.tables.rotation import rotation
 BITS = {"key": 4, "value": 2}
 ROUNDS = 4
 COVERED = {4: 15 / 16, 2: 21 / 32}
-"""Share of a range covered by whole numbers, for the least error."""
+"""Share of a line's range, by bits, that whole numbers may cover instead of all, if the squared error is less."""
 TINY = 1e-6
 
 
 def rotated(x: Floats, back: bool = False) -> Floats:
-    """[tokens, head_dim] by the transform, or back."""
+    """Return x [tokens, head_dim] with each token's vector rotated. back: True to undo the rotation."""
     constants = rotation(x.shape[1])
     y = np.ascontiguousarray(x.T) * (1 if back else constants.weights[:, None])
     y = np.ascontiguousarray(y, np.float32)
@@ -34,8 +34,9 @@ def rotated(x: Floats, back: bool = False) -> Floats:
 
 
 def normalized(y: Floats) -> tuple[Floats, Floats]:
-    """Return magnitudes of tokens and of channels, [tokens, 1] and [1, head_dim]; dividing by both evens the
-    tile out.
+    """Return scales of tokens [tokens, 1] and of channels [1, head_dim].
+
+    The tile divided by both has a root mean square of about 1 in each token and in each channel.
     """
     tokens, channels = np.ones((len(y), 1), np.float32), np.ones((1, y.shape[1]), np.float32)
     for _ in range(ROUNDS):
@@ -50,13 +51,13 @@ def _rms(z: Floats, axis: int) -> Floats:
 
 
 def encode(x: Floats, kind: Kind) -> Codes:
-    """Return the tile's bytes."""
+    """Return the bytes of a tile [tokens, head_dim]."""
     bits, y = BITS[kind], rotated(x)
     tokens, channels = normalized(y)
     scale = np.float16(tokens if kind == "key" else channels).astype(np.float32)
     scale = np.where(scale == 0, 1, scale)
     z = y / scale
-    z = z if kind == "value" else z.T  # lines first
+    z = z if kind == "value" else z.T  # [lines, columns]
     least, most = z.min(1, keepdims=True), z.max(1, keepdims=True)
     best = None
     for share in (1.0, COVERED[bits]):
@@ -89,8 +90,9 @@ KVARN = Peer("kvarn", encode, decode)
 
 
 def hadamard_(x: npt.NDArray[np.float32], scratch: npt.NDArray[np.float32], blocks: npt.NDArray[np.int64]) -> None:
-    """Transform [head_dim, n] float32 in-place, block by block, not normalized; scratch has the same shape.
+    """Apply Hadamard transforms without normalization, in place, to float32 x [head_dim, n].
 
+    blocks: for each transform, the number of its rows, a power of 2. scratch: memory of x's shape.
     The order of the additions is part of the format: strides 1, 2, 4, ... up to half the block.
     """
     start = 0
@@ -104,6 +106,6 @@ def hadamard_(x: npt.NDArray[np.float32], scratch: npt.NDArray[np.float32], bloc
             np.subtract(pairs[:, 0], pairs[:, 1], out=out[:, 1])
             src, dst = dst, src
             stride *= 2
-        if size.bit_length() % 2 == 0:  # an odd number of stages ends in the scratch
+        if size.bit_length() % 2 == 0:  # the result of an odd number of stages is in scratch
             dst[:] = src
         start += size

@@ -1,10 +1,11 @@
 """KVTC (K. Staniszewski and A. Lancucki, "KV Cache Transform Coding for Compact Storage in LLM Inference", 2025, arXiv
-2511.01815): a calibrated transform, bits where they count, and DEFLATE.
+2511.01815): a calibrated transform, bits dealt out by error, and DEFLATE.
 
-Calibration takes rows of numbers, a token's keys before RoPE or values, of all heads and of the layers coded together.
-Their mean and principal directions are kept. Bits are dealt out over groups of neighbouring components by dynamic
-programming, for the least squared error of the calibration rows within a budget; a group may have none. Each group of
-each token then has a start and a step in fp16. The whole numbers are deflated.
+A row has one token's keys before RoPE, or values, of all heads and of the layers coded together. Calibration keeps the
+mean and the principal directions of a text's rows. The components along these directions form groups of neighbours.
+Dynamic programming deals out bits to groups, so that the squared error of the calibration rows is least within a
+budget; a group may get no bits. Each group of each row has a start and a step in fp16, and whole numbers. DEFLATE
+compresses all.
 """
 
 import zlib
@@ -25,19 +26,19 @@ GROUP = 16
 """Components with a common start, step and number of bits."""
 CHOICES = (0, 2, 4, 8)
 FRONT = 32
-"""Bits of a start and a step."""
+"""Bits of a start and a step together."""
 LAYERS = 6
-"""Layers coded together, at most."""
+"""Most layers coded together."""
 LENGTH = 4
-"""Bytes of the length before each part of a section."""
+"""Bytes of the length that precedes each part of a section, see `KvtcCodec`."""
 
 
 @dataclass(frozen=True)
 class Kvtc:
-    """Args:
-    mean: [C].
-    directions: [C, C], columns are principal directions, largest first.
-    bits: of a number, for each group.
+    """Calibrated coder of rows with C numbers.
+
+    mean: [C], mean of the calibration rows. directions: [C, C], columns are principal directions, by falling variance.
+    bits: for each group of components, bits of a number.
     """
 
     mean: Floats
@@ -46,7 +47,7 @@ class Kvtc:
 
     @classmethod
     def calibrated(cls, rows: Floats, bits: float) -> "Kvtc":
-        """rows: [n, C], C a multiple of GROUP. bits: average bits of a number before deflating."""
+        """Return a coder calibrated on rows [n, C], C a multiple of GROUP. bits: bits per number, before deflating."""
         mean = rows.mean(0)
         _, vectors = np.linalg.eigh(np.cov((rows - mean).astype(np.float64).T))
         directions = vectors[:, ::-1].astype(np.float32)
@@ -62,7 +63,7 @@ class Kvtc:
         return zlib.compress(np.concatenate(parts).tobytes() if parts else b"", 9)
 
     def decode(self, codes: bytes, n: int) -> Floats:
-        """Undo `encode` of n rows."""
+        """Return the n rows that `encode` has encoded, [n, C]."""
         data, at, made = np.frombuffer(zlib.decompress(codes), np.uint8), 0, []
         for bits in self.bits:
             if not bits:
@@ -82,7 +83,7 @@ def _groups(y: Floats) -> list[Floats]:
 
 
 def _quantized(y: Floats, bits: int) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
-    """Return start and step of each row, and the row's whole numbers."""
+    """Return starts [n], steps [n] and whole numbers [n, GROUP] of a group's components y [n, GROUP]."""
     start = np.float16(y.min(1)).astype(np.float32)
     step = np.float16((y.max(1) - start) / (2**bits - 1)).astype(np.float32)
     q = np.rint((y - start[:, None]) / np.where(step == 0, 1, step)[:, None])
@@ -90,7 +91,7 @@ def _quantized(y: Floats, bits: int) -> tuple[Floats, Floats, npt.NDArray[np.int
 
 
 def _dealt(y: Floats, budget: int) -> tuple[int, ...]:
-    """Return bits of each group with the least squared error within `budget` bits of a row, by dynamic programming."""
+    """Return bits of a number for each group, with the least squared error of y [n, C] within `budget` bits a row."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for group in _groups(y):
         found: dict[int, tuple[float, tuple[int, ...]]] = {}
@@ -110,14 +111,14 @@ def _dealt(y: Floats, budget: int) -> tuple[int, ...]:
 
 
 class KvtcPreset:
-    """Preset for `manthan.codec.registry`, of `bits` bits a number before deflating."""
+    """Preset for `manthan.codec.registry`. bits: average bits per number before deflating."""
 
     def __init__(self, bits: int) -> None:
         self.name, self._bits = f"kvtc-{bits}bit", bits
         self._coders: dict[Kind, list[Kvtc]] = {}
 
     def calibrate(self, keys: Numbers, values: Numbers, positions: Positions, rope: Rope | None) -> None:
-        """Take the transforms from keys and values of a text, [layers, heads, tokens, head_dim]."""
+        """Calibrate coders on a text's keys, which have RoPE, and values: each [layers, heads, tokens, head_dim]."""
         parts: list[tuple[Kind, Numbers]] = [("key", keys), ("value", values)]
         for kind, x in parts:
             turns = rope if kind == "key" else None
@@ -128,7 +129,7 @@ class KvtcPreset:
 
 
 class KvtcCodec(Codec):
-    """LAYERS layers of keys or values are a part, preceded by the length."""
+    """Codec of a section (numbers of a block) in parts: each has LAYERS layers' keys or values, after its length."""
 
     varies = True
 
@@ -166,7 +167,7 @@ class KvtcCodec(Codec):
 
 
 def _rows(x: Numbers, positions: Positions, rope: Rope | None) -> Iterator[Floats]:
-    """Numbers of each part of [layers, heads, tokens, head_dim], a token's in a row, without RoPE."""
+    """Yield the rows [tokens, C] of each part of x [layers, heads, tokens, head_dim]. rope: RoPE to undo, or None."""
     for first in range(0, len(x), LAYERS):
         part = as_floats(x[first : first + LAYERS])
         part = rope.turn_back(part, positions) if rope else part

@@ -3,11 +3,12 @@ arXiv 2504.19874), with QJL's residual (A. Zandieh et al., "QJL: 1-bit quantized
 cache quantization", 2024).
 
 A vector of D numbers is a length and a direction. A random rotation makes the direction's numbers nearly normal with
-deviation 1 / sqrt(D), and each is quantized by the Lloyd-Max quantizer of the normal distribution. Keys need inner
-products without bias, so they have a bit less for the direction. Of the residual r, keys keep the length and the signs
-of S r, with S a random normal matrix: S' sign(S r) * |r| * sqrt(pi / 2) / D is r on average.
+deviation 1 / sqrt(D), and each is quantized by the Lloyd-Max quantizer of the normal distribution. Because attention
+needs keys' inner products without bias, each number of a key spends one of its bits on the residual r: the direction
+less the quantized direction. Keys keep the length of r and the signs of S r, where S is a random normal matrix and S'
+its transpose: S' sign(S r) * |r| * sqrt(pi / 2) / D is r on average.
 
-    | lengths, fp16 | keys: lengths of the residuals, fp16 | whole numbers | keys: signs |
+    | lengths, fp16 | keys only: lengths of r, fp16 | indices of quantizer levels | keys only: signs of S r |
 """
 
 import math
@@ -23,20 +24,20 @@ SEED = 20250428
 
 @lru_cache
 def rotation(dim: int) -> Floats:
-    """An orthogonal matrix at random."""
+    """Return a random orthogonal matrix [dim, dim], the same in each process."""
     q, r = np.linalg.qr(np.random.default_rng(SEED).standard_normal((dim, dim)))
     return (q * np.sign(np.diag(r))).astype(np.float32)
 
 
 @lru_cache
 def sketch(dim: int) -> Floats:
-    """S of QJL."""
+    """Return the matrix S [dim, dim] of QJL, the same in each process."""
     return np.random.default_rng(SEED + 1).standard_normal((dim, dim)).astype(np.float32)
 
 
 @lru_cache
 def centroids(bits: int) -> Floats:
-    """The Lloyd-Max quantizer of N(0, 1), ascending, over a fine grid."""
+    """Return the 2**bits levels of the Lloyd-Max quantizer of N(0, 1), ascending, computed on a fine grid."""
     x = np.linspace(-6, 6, 6001)
     weight = np.exp(-x * x / 2)
     levels = np.linspace(-2, 2, 2**bits)
@@ -52,7 +53,7 @@ def _nearest(y: Floats, bits: int) -> np.ndarray:
 
 
 def encode(x: Floats, kind: Kind, bits: int) -> Codes:
-    """Return the bytes of vectors [n, D]. bits: of a number; for keys, one of the bits is the residual's."""
+    """Return the bytes of vectors [n, D]. bits: bits per number; a key's number spends one of these on the residual."""
     dim, bits = x.shape[1], bits - (kind == "key")
     lengths = np.float16(np.linalg.norm(x, axis=1)).astype(np.float32)
     unit = x / np.where(lengths == 0, 1, lengths)[:, None]

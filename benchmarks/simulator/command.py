@@ -1,4 +1,4 @@
-"""`manthan simulate`: hits of a request trace under different policies and capacities."""
+"""`manthan simulate`: replay a request trace, and count found blocks, for each policy and each pair of capacities."""
 
 import gc
 import json
@@ -28,11 +28,11 @@ _UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
 
 Row: TypeAlias = dict[str, Any]
-"""Figures of a replay, as they are in JSON. Shares are of the asked blocks, partial ones included; times in seconds.
+"""Figures of a replay, as in JSON. Names ending in _share are shares of the measured prompts' blocks.
 
-evictions: sessions gone cold. best_share: of a cache of the same size that knows the future. gap_closed: share of the
-gap between `lru` and that which the policy closes; None where `lru` was not asked for, or leaves no gap.
-divergence_mean: nats of a restored block of a calibrated codec.
+evictions: how often a session went cold. found_share: share found by the policy. best_share: share found by a cache of
+the same size that knows the future. gap_closed: (found_share - lru's) / (best_share - lru's); None if `lru` was not
+replayed or is best. divergence_mean: nats per restored block of a calibrated codec, meaningless without `--level`.
 """
 
 _POOL_COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -62,20 +62,22 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def simulate(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines as Mooncake's.")],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines in Mooncake's format.")],
     policy: Annotated[
         str,
         typer.Option(help="Names, with options as NAME:OPTION=VALUE, separated by commas."),
     ] = "lru,returns",
-    hot: Annotated[str, typer.Option(help="The KV pool: tokens (64000, 4M) or a share (5%); 0 for one cache.")] = "5%",
-    cold: Annotated[str, typer.Option(help="The cold store: tokens that its blocks stand for, or a share.")] = "10%",
+    hot: Annotated[
+        str, typer.Option(help="KV pool: tokens (4M) or a share of the trace (5%); 0 for one cache.")
+    ] = "5%",
+    cold: Annotated[str, typer.Option(help="Cold store: tokens of its blocks, or a share of the trace.")] = "10%",
     level: Annotated[
-        int | None, typer.Option(min=0, max=4, help="At which a calibrated codec's blocks start, to be cut for room.")
+        int | None, typer.Option(min=0, max=4, help="Level of a calibrated codec's new blocks; 0 is the coarsest.")
     ] = None,
-    shrink: Annotated[bool, typer.Option(help="Cut them.")] = True,
-    idle_after: Annotated[float | None, typer.Option(help="As idle.after_s.")] = None,
+    shrink: Annotated[bool, typer.Option(help="Cut them to coarser levels for room.")] = True,
+    idle_after: Annotated[float | None, typer.Option(help="Seconds, as idle.after_s.")] = None,
     measure_from: Annotated[float, typer.Option(min=0, max=0.99, help="Count only requests after this share.")] = 0,
-    block_tokens: Annotated[int, typer.Option(min=1, help="Of a block.")] = MOONCAKE_BLOCK_TOKENS,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = MOONCAKE_BLOCK_TOKENS,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures into this file.")] = None,
 ) -> None:
     """Replay a request trace for each policy and each pair of capacities."""
@@ -124,7 +126,7 @@ def simulate(
 def one_cache_rows(
     policies: Sequence[tuple[str, type[EvictionPolicy], PolicyOptions]], blocks: int, trace: Trace, first: int = 0
 ) -> list[Row]:
-    """Return a row for each policy in a single cache of `blocks` blocks. Requests count from number `first` on."""
+    """Return a row for each policy with a single cache of `blocks` blocks. Requests count from index `first` on."""
     requests, block_tokens = trace.requests, trace.block_tokens
     asked = sum(request.asked_blocks(block_tokens) for request in requests[first:])
     best = sum(clairvoyant(requests, blocks, block_tokens)[first:]) / asked
@@ -174,7 +176,7 @@ def _percent(share: float) -> str:
 
 
 def _policy(label: str) -> ChosenPolicy:
-    """Return the policy of `NAME` or `NAME:OPTION=VALUE:…`. Values are YAML."""
+    """Return the policy that `NAME` or `NAME:OPTION=VALUE:…` chooses. Values are YAML."""
     name, *given = label.split(":")
     values = {key: yaml.safe_load(value) for key, _, value in (option.partition("=") for option in given)}
     sources = {f"policy.{key}": f"--policy {label}" for key in ("name", *values)}
@@ -182,7 +184,7 @@ def _policy(label: str) -> ChosenPolicy:
 
 
 def _capacities(option: str, texts: str, trace: Trace) -> list[int]:
-    """Return blocks, from a list of tokens and shares of the distinct blocks of a trace."""
+    """Return numbers of blocks, from a list of numbers of tokens and of shares of a trace's distinct blocks."""
     found = []
     for text in map(str.strip, texts.split(",")):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG%]?)", text)

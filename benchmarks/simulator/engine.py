@@ -1,4 +1,4 @@
-"""Replay on a KV pool and a cold store: the work of vLLM and the scheduler half, event by event.
+"""Replay a trace on a simulated KV pool and store of compressed blocks. Manthan's session manager and driver are real.
 
     tally = replay(trace.requests, Setup(get_policy("lru"), pool_blocks=4000, cold_blocks=20000))
 
@@ -27,7 +27,8 @@ from manthan.manager.transfer import Transfer, TransferResult
 from manthan.policies import EvictionPolicy, PolicyOptions
 
 _DEFAULTS = ManthanConfig()
-# One H200 and the shape of Qwen3-8B, a session of 32,000 tokens: time to first token in seconds (docs/benchmarks.md).
+# Times to first token on an H200, with Qwen3-8B's shape and a prompt of 32,000 tokens, in seconds (docs/benchmarks.md):
+# KV in the pool, compressed KV in pinned RAM, and KV computed again.
 _TOKENS = 32_000
 _RESIDENT_S, _HOST_S, _RECOMPUTED_S = 0.0246, 0.0511, 1.2305
 # The share of a prefill that grows with the square of its length follows from the shape: FLOPs of the projections, and
@@ -43,10 +44,11 @@ class CostModel:
     """Seconds and bytes of an H200 with a model of Qwen3-8B's shape and compressed blocks in pinned RAM.
 
     Args:
-        first_token_s: fixed part of every request.
-        prefill_s_per_token, prefill_s_per_token2: a token at position p takes the first and 2p of the second.
-        restore_s_per_token, store_s_per_token: decoding and encoding, assumed to be equally fast.
-        decode_s_per_token: between two tokens of an answer.
+        first_token_s: time of a prompt whose KV is all in the pool.
+        prefill_s_per_token: time of each computed prompt token.
+        prefill_s_per_token2: further time of a computed prompt token at position p, divided by 2 * p.
+        restore_s_per_token, store_s_per_token: time to decode and to encode a token, assumed to be equal.
+        decode_s_per_token: time between two tokens of an answer.
     """
 
     first_token_s: float = _RESIDENT_S
@@ -65,11 +67,11 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Setup:
-    """Pool, tier and policy that a trace is replayed on.
+    """KV pool, cold store and eviction policy that a trace is replayed on.
 
-    pool_blocks: of the KV pool. cold_blocks: that the cold store has room for, at the cost model's size. level: at
-    which blocks of a calibrated codec start; None for a codec with one rate. shrinks: True if the budget cuts them.
-    first_measured: number of the first request that counts; those before fill the caches.
+    pool_blocks: size of the KV pool. cold_blocks: size of the cold store, in compressed blocks of the cost model.
+    level: level at which a calibrated codec encodes blocks, 0 for the coarsest; None for a codec without levels.
+    shrinks: True if a full store cuts blocks to coarser levels. first_measured: index of the first request that counts.
     """
 
     policy: type[EvictionPolicy]
@@ -85,7 +87,7 @@ class Setup:
     first_measured: int = 0
 
     def manager(self) -> SessionManager:
-        """Return a new manager. Heads shared by sessions are kept exact, as on a server."""
+        """Return a new manager. First blocks that sessions share are stored without loss, as on a server."""
         pool_nbytes = round(self.cost.kv_bytes_per_token * self.block_tokens)
         cold_nbytes = round(self.cost.cold_bytes_per_token * self.block_tokens)
         *inner, nbytes = [cold_nbytes] if self.level is None else self.parts
@@ -104,13 +106,16 @@ class Setup:
 
     @property
     def parts(self) -> list[int]:
-        """Bytes of a block of a calibrated codec with one part, two, and so on."""
+        """Bytes of a calibrated codec's block cut to level 0, to level 1, and so on up to `level`."""
         nbytes = self.cost.kv_bytes_per_token * self.block_tokens
         return [round(nbytes / level.ratio) for level in LEVELS[: (self.level or 0) + 1]]
 
 
 class Served(NamedTuple):
-    """Blocks of a prompt by origin. `asked` counts partial blocks, too. Seconds to the first token."""
+    """Blocks of a request's prompt. asked: all, a partial block included. resident: found in the pool.
+
+    restored: found in the cold store. first_token_s: seconds from the arrival to the first token.
+    """
 
     asked: int
     resident: int
@@ -120,9 +125,10 @@ class Served(NamedTuple):
 
 @dataclass
 class Tally:
-    """Result of a replay. Counts begin with the first request that is measured.
+    """Result of a replay. All but `served` count from the arrival of `Setup.first_measured` on.
 
-    served: by request. stored, restored, dropped: blocks. divergence: sum over restored blocks of a calibrated codec.
+    served: for each request, None until answered. evictions: how often a session went cold. stored, restored, dropped:
+    numbers of blocks. divergence: nats, sum over restored lossy blocks by their levels.
     """
 
     served: list[Served | None]
@@ -135,10 +141,10 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Request in progress, and the request's blocks of the pool.
+    """Request in progress. number: index in the trace. blocks: ids of the request's pool blocks.
 
-    resident, restored: number of found blocks. entered: number of blocks in the prefix cache. began: time of the first
-    token.
+    resident, restored: numbers of blocks found in the pool and in the cold store. entered: number of blocks in the
+    prefix cache. began: time of the first token.
     """
 
     number: int
@@ -152,9 +158,10 @@ class _Request:
 
 
 class EngineReplay:
-    """Requests arrive, wait, are restored, computed and answered, with a step between any two events.
+    """Simulation by events: requests arrive, wait, are restored, computed and answered. A step follows each event.
 
-    A request is admitted when the prompt and the answer fit, and takes blocks as needed. The driver is a real engine's.
+    A request is admitted when the pool has room for prompt and answer, and takes blocks when needed. The driver and the
+    session manager are real.
     """
 
     def __init__(self, requests: Sequence[TracedRequest], setup: Setup) -> None:
@@ -179,7 +186,7 @@ class EngineReplay:
             self._at(self.requests[0].at, self._arrive, 0)
         while self._events:
             due = self._driver.next_deadline
-            if self.now < due < self._events[0][0]:  # earlier due work had a step, and waits for a load
+            if self.now < due < self._events[0][0]:  # work due earlier had its step, and waits for a load
                 self.now = due
             else:
                 self.now, _, happen, what = heapq.heappop(self._events)
@@ -223,7 +230,10 @@ class EngineReplay:
         self._waiting.append(request)
 
     def _admit(self) -> None:
-        """Admit the requests that fit, in order. A request with a running prefetch is passed by, as in vLLM."""
+        """Admit waiting requests in order, up to the first that does not fit.
+
+        A request whose blocks are being prefetched is skipped, and keeps its turn, as in vLLM.
+        """
         passed = []
         while self._waiting:
             request, block_tokens = self._waiting[0], self.setup.block_tokens
@@ -275,7 +285,7 @@ class EngineReplay:
         self._compute(request)
 
     def _compute(self, request: _Request) -> None:
-        """Compute the rest of the prompt. Later requests find the blocks at once, as in vLLM."""
+        """Compute the rest of the prompt. The blocks enter the prefix cache at once, as in vLLM."""
         traced, cached = request.traced, request.resident + request.restored
         if not self._grow(request, traced.asked_blocks(self.setup.block_tokens)):
             self._starved.append((self._compute, request))
@@ -319,7 +329,7 @@ class EngineReplay:
     # -- blocks ---------------------------------------------------------------------------------------
 
     def _grow(self, request: _Request, length: int) -> bool:
-        """Take blocks until the request has `length`. Return False if too many are being gathered."""
+        """Take blocks until the request has `length`. Return False if the pool is short, because stores hold blocks."""
         more = length - len(request.blocks)
         if more > len(self._pool):
             return False
@@ -329,7 +339,7 @@ class EngineReplay:
         return True
 
     def _enter(self, request: _Request, length: int) -> None:
-        """Enter the first `length` blocks, all full, into the prefix cache, as far as hashes are known."""
+        """Enter the first `length` blocks, all full, into the prefix cache, if the trace has their hashes."""
         hashes = request.traced.hashes[request.entered : length]
         blocks = request.blocks[request.entered : length]
         self._driver.computed(request.name, blocks)
@@ -342,7 +352,7 @@ class EngineReplay:
             go_on(request)
 
     def _look_again(self, _: None) -> None:
-        """Do nothing, so that a step follows."""
+        """Do nothing: a step follows each event."""
 
     # -- a step ---------------------------------------------------------------------------------------
 
@@ -375,7 +385,7 @@ class EngineReplay:
 
 
 def replay(requests: Sequence[TracedRequest], setup: Setup) -> Tally:
-    """Replay requests, in the order of their arrival. Each fits into the pool."""
+    """Return the tally of a replay. requests: in order of arrival; each must fit into the pool."""
     world = EngineReplay(requests, setup)
     world.run()
     return world.tally
