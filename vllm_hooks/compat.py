@@ -126,9 +126,8 @@ def extend_engine_args(
     Args:
         add_flags: adds flags to the parser, and returns the parser.
         read_flags: may change the parsed arguments before vLLM reads them.
-        precheck: called before vLLM makes a configuration, with the engine's arguments. The second argument is True if
-            the engine's arguments are from a command line.
-        check: called with each engine's configuration before any process starts. Second argument: as for `precheck`.
+        precheck: takes each engine's arguments, and True if these are from a command line.
+        check: takes each engine's configuration before any process starts, and the same truth value.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -297,10 +296,7 @@ class Core:
             self._inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     def offer(self, name: str, method: Callable[..., Any]) -> None:
-        """Have `method` answer calls of `ask_cores` by `name`, on the scheduler's thread between steps.
-
-        vLLM encodes the result as msgpack.
-        """
+        """Have `method` answer the utility call `name`, on the scheduler's thread between steps; see `ask_cores`."""
         setattr(self._core, name, method)
 
     def prepare_requests(self, salts: "Salts", by_content: bool) -> None:
@@ -365,7 +361,7 @@ class Core:
     def _reset(
         self, reset: Callable[[bool, bool], bool], reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        self.is_pausing = sys._getframe(1).f_code.co_name == "_reset_caches"  # the engine may be about to sleep
+        self.is_pausing = sys._getframe(1).f_code.co_name == "_reset_caches"  # a pause, maybe for a sleep
         if self.is_pausing:
             self._tell(self._half.paused, reset_connector and not self.is_asleep)
         scheduler, was_reset, is_halted = self._core.scheduler, False, False
@@ -453,7 +449,7 @@ class Core:
 class Lookups:
     """Wraps lookups and insertions of vLLM's prefix cache. A lookup finds only blocks that may serve its request.
 
-    A block's mark tells if its KV is exact, decoded from a compressed block, or computed behind decoded blocks
+    A block's mark tells if its KV is exact, decoded by a lossy codec, or computed behind decoded blocks
     (derived). Lossy means decoded or derived. `Marks.serves` says which requests a lossy block may serve.
     """
 
@@ -499,10 +495,7 @@ class Lookups:
             self._cached(request, manager.req_to_blocks.get(name, ()), first)
 
     def _cached(self, request: Any, blocks: "Sequence[KVCacheBlock]", first: int) -> None:
-        """Mark a request's newly cached blocks, those from index `first` on.
-
-        If a block is exact, take lossy blocks with the same hash out of the prefix cache.
-        """
+        """Mark newly cached `blocks`, from index `first` on. Uncache lossy blocks with the hash of an exact one."""
         new = [block for block in blocks[first:] if block.block_hash is not None and not block.is_null]
         if not new:
             return
@@ -639,7 +632,7 @@ class VllmPool:
         self._watch(block_ids)
 
     def keep(self, group: int, block_hashes: "Sequence[bytes]") -> None:
-        if group != self._main:  # vLLM overwrites blocks of windows and states in any order
+        if group != self._main:  # blocks for resume points only stay in vLLM's order
             return
         blocks = self._copies(group, block_hashes)
         block_ids = [block.block_id for block in blocks]
@@ -813,10 +806,9 @@ def changed_base(module: Any) -> float | None:
 def write_latents(
     module: Any, latents: "torch.Tensor", keys: "torch.Tensor", cache: "torch.Tensor", slots: Any
 ) -> None:
-    """Write tokens into a layer's MLA cache by vLLM's attention backend.
+    """Write tokens into a layer's MLA cache, as vLLM's attention backend does. slots: slot of each token.
 
     latents: [tokens, numbers of a latent]. keys: parts of the keys with RoPE, [tokens, 1, numbers of such a part].
-    slots: slot of each token in the cache.
     """
     scale = getattr(module, "_k_scale", None)  # used for quantized caches only
     cache = cache.squeeze(1) if cache.ndim == 4 else cache  # the layer's cache has no dimension for heads

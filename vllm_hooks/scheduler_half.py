@@ -604,7 +604,7 @@ class SchedulerHalf:
         if self._drained_at and self.manager.saving:
             left = len(self.manager.saving)
             logger.warning(f"Manthan: {left} sessions were not saved within tiers.drain_s, {tiers.drain_s:g} s.")
-        self._drained_at = 0.0  # vLLM asks again
+        self._drained_at = 0.0  # vLLM calls `has_work` again
         return False
 
     def take_events(self) -> Sequence[KVCacheEvent]:
@@ -638,7 +638,7 @@ class SchedulerHalf:
         if was_reset:
             self.telemetry.changed.update(self.manager.table.by_id)
             self.driver.forget_resident(time.monotonic())
-            self._rung = True  # a step tells vLLM's KV events and metrics of the reset
+            self._rung = True  # because a step sends KV events and metrics of the reset
             if self._events is not None:
                 self._events.repeats = True
             cold = self.manager.table.states[SessionState.COLD]

@@ -137,7 +137,7 @@ def _versions() -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("vLLM", Grade.WRONG, str(error))
     else:
-        yield Finding("vLLM", Grade.OK, f"{found}, of those that are supported ({VLLM}).")
+        yield Finding("vLLM", Grade.OK, f"{found} is a supported release ({VLLM}).")
 
 
 def _print(found: list[Finding]) -> None:
