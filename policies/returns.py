@@ -26,7 +26,8 @@ class Returns(EvictionPolicy):
 
     Most sessions never return. The others return after pauses of a typical distribution. A model (see return_model)
     learns both from requests, by features of a session. The Gittins index of a session is the chance that the session
-    returns, divided by the expected seconds of waiting, if the wait ends at the best moment. A block's size is ignored.
+    returns, divided by the expected seconds of waiting, if the wait ends at the best moment. A session's bytes do not
+    count.
 
     Age is the time since a session's last use, and is cut into pieces (AGES). A session has one index for each piece.
     `victims` ranks a session anew after the session has passed into another piece. With n sessions, each call of

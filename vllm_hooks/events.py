@@ -67,7 +67,7 @@ class KvEvents:
         self._locality = locality.value
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._changed: dict[BlockName, int | None] = {}
-        """Each block saved or dropped since the last `take`, with its position in its session; None if it was dropped."""
+        """Each block saved or dropped since the last `take`: its position in a session if saved, None if dropped."""
         self._told: dict[BlockName, None] = {}
         """Blocks for which `take` has returned BlockStored and not yet BlockRemoved."""
         self.repeats = False

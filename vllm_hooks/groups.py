@@ -108,7 +108,7 @@ SPECS: Mapping[str, SpecEntry] = {
     "SlidingWindowSpec": SpecEntry(StoredAs.CODED, _window, (_keys_and_values,)),
     "SlidingWindowMLASpec": SpecEntry(StoredAs.CODED, _window, (_latents,)),
     "ChunkedLocalAttentionSpec": SpecEntry(StoredAs.CODED, lambda spec: spec.attention_chunk_size, (_keys_and_values,)),
-    "MambaSpec": SpecEntry(StoredAs.CODED, lambda spec: 1),  # as bytes, or by `codec.state`
+    "MambaSpec": SpecEntry(StoredAs.CODED, lambda spec: 1),  # bytes, for the codec `codec.state`
     "CircularBufferSpec": SpecEntry(StoredAs.NOTHING),
     "EncoderOnlyAttentionSpec": SpecEntry(StoredAs.NOTHING),
     "HiSparseHotSpec": SpecEntry(StoredAs.NOTHING),

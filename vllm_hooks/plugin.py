@@ -1,5 +1,6 @@
-"""General plugin of vLLM: registers the connector and adds flags. Without the flags vLLM serves as without the plugin.
+"""General plugin of vLLM: registers the connector and adds flags.
 
+The flags become `kv_transfer_config`. If that does not name Manthan, vLLM serves as without the plugin.
 Unsupported models and settings are refused when vLLM makes the engine's configuration.
 """
 

@@ -185,9 +185,8 @@ async def _first(client: Any, asked: Mapping[str, Any], name: str, where: dict[s
 def divergence(exact: Mapping[int, float], lossy: Mapping[int, float]) -> float:
     """Return a lower bound of the Kullback-Leibler divergence D(exact || lossy), in nats.
 
-    Args: the log-probabilities of the likeliest tokens. All tokens that are not in `exact` count as a single token. A
-    token that is not in `lossy` counts as likely as the least likely token in `lossy`, which is at least its
-    probability.
+    exact, lossy: log-probabilities of equally many likeliest tokens. All tokens that are not in `exact` count as one
+    token. A token that is not in `lossy` gets the least probability in `lossy`, an upper bound of its probability.
     """
     least = min(lossy.values())
     pairs = [(math.exp(p), math.exp(lossy.get(token, least))) for token, p in exact.items()]

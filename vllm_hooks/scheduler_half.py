@@ -91,8 +91,9 @@ def _ending(request: Request) -> str:
 
 
 class SchedulerHalf:
-    """Scheduler half of the connector. All but `_ring` and `_is_due` run on the scheduler's thread. Once the engine is
-    ready, this half never encodes or does I/O. It waits for workers only to ask for weights that may have changed.
+    """Scheduler half of the connector. All but `_ring` and `_is_due` run on the scheduler's thread. Once the
+    engine is ready, this half encodes nothing, and waits for workers only to ask about weights that may have changed.
+    The only I/O is to rename the file of a new codec profile.
 
     Args:
         ask: `ManthanConnector._ask`, which calls a method of this class and catches exceptions.
@@ -190,7 +191,7 @@ class SchedulerHalf:
         A session is cold if no request of it runs and all its full blocks are saved.
         """
         self._is_unsure = False
-        """True from a reset or a load of weights until the next request: the weights are compared then."""
+        """True from a reset, done or failed, or a load of weights until the next request: weights are compared then."""
         self._drops = False
         """True if cold sessions are dropped at the next request, because the caller of a pause has asked for this."""
         self._found = set[str]()
@@ -291,7 +292,7 @@ class SchedulerHalf:
         if self.rechecks.began(request.request_id):
             return
         hints, prompt, tail = hints_of(request), request.prompt_token_ids, None
-        if prompt is not None:  # of the tokens behind the last full block
+        if prompt is not None:  # tail: the tokens behind the last full block
             tail = np.array(prompt[len(prompt) // self._block_size * self._block_size :], np.int64).tobytes()
         self._requests[request.request_id] = request
         self.telemetry.began(request, hints)
@@ -495,7 +496,7 @@ class SchedulerHalf:
         return request.block_hashes[part.end // self.groups.hash_tokens - 1]
 
     def recheck(self) -> dict[str, Any] | None:
-        """Return the task of a recheck for an API server; None if no restore waits, or the engine or pool is in use."""
+        """Return the task of a recheck for an API server; None if no restore is due, or the engine is in use."""
         found = self.rechecks.due
         if found is None or self._requests or self.is_out_of_use:
             return None
@@ -684,7 +685,7 @@ class SchedulerHalf:
         self._is_unsure = True
 
     def _heed_calls(self) -> None:
-        """If workers were called, compare their number of loads of weights with the number known here."""
+        """If workers were called, set `_is_unsure` if their number of loads of weights has changed."""
         if self._was_called and not self._is_unsure:
             before = None if self._weights is None else [count for count, _ in self._weights]
             self._is_unsure = self._core.ask(loads) != before

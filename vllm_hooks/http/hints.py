@@ -74,7 +74,7 @@ def keep(headers: Iterable[tuple[bytes, bytes]]) -> Incoming:
 
 
 def checked(vllm_config: "VllmConfig", params: object, session_id: str | None) -> object:
-    """Return the request's kv_transfer_params, with the tenant added. Raises RequestHintError for unusable hints."""
+    """Return `checked_params` of the request, or `params` if Manthan is off. Raises RequestHintError."""
     incoming = _incoming.get(None) or Incoming()
     try:
         check_session_id(session_id)

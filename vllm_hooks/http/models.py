@@ -116,7 +116,7 @@ class PoolState(BaseModel):
 
 
 class CoreState(BaseModel):
-    """State of an engine core. sessions: number of sessions by state. token_s: seconds for each token of a full step.
+    """State of an engine core. sessions: number by state. token_s: seconds for a token in full steps; None if unknown.
 
     totals: sums since the start. Of prompt_tokens, computed_tokens were neither resident nor restored, and lossy_tokens
     had KV that was decoded or computed behind decoded KV. restore_ms: time of all restores of requests.
