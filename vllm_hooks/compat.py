@@ -68,15 +68,15 @@ WRAPPED = {
     "vllm.engine.arg_utils.EngineArgs.create_engine_config": "Bad settings are refused before any process starts.",
     "vllm.v1.engine.input_processor.InputProcessor.process_inputs": "Requests with unusable hints get status 400.",
     "vllm.v1.engine.core.EngineCore.preprocess_add_request": "Block hashes cover tenants, adapters and media.",
-    "vllm.v1.engine.core.EngineCore.reset_prefix_cache": "vLLM resets only while no block is referenced.",
-    "vllm.v1.executor.abstract.Executor.collective_rpc": "Connectors hear of no load of weights, and of no sleep.",
-    "vllm.model_executor.model_loader.utils.initialize_model": "Connectors hear of no model before its load.",
-    "vllm.model_executor.models.llama.LlamaForCausalLM.load_weights": "The digest covers weights of all ranks.",
-    "vllm.v1.attention.backend.AttentionImpl.forward": "A profile from traffic takes queries, which no cache holds.",
-    "vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled": "A lookup does not name the request.",
+    "vllm.v1.engine.core.EngineCore.reset_prefix_cache": "Manthan must first release the blocks that it references.",
+    "vllm.v1.executor.abstract.Executor.collective_rpc": "Connectors are told of no load of weights and no sleep.",
+    "vllm.model_executor.model_loader.utils.initialize_model": "No connector is told of a model before its load.",
+    "vllm.model_executor.models.llama.LlamaForCausalLM.load_weights": "The digest is taken of weights as they load.",
+    "vllm.v1.attention.backend.AttentionImpl.forward": "A codec profile from traffic needs queries.",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled": "`get_cached_block` gets no request.",
     "vllm.v1.core.block_pool.BlockPool.get_cached_block": "Decoded blocks are served to their own session only.",
     "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n": "Saved blocks are overwritten before others.",
-    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": "Blocks behind decoded ones are marked.",
+    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": "Blocks behind decoded blocks get a mark.",
 }
 """Functions of vLLM that Manthan replaces, and the reason for each. Tests check the signatures of vLLM's functions."""
 # Every process of vLLM imports this module. Modules that only some processes need are imported inside functions.
@@ -165,7 +165,7 @@ def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]") -> N
         own = extra.get(PARAMS)
         checked = check(self.vllm_config, own, request.session_id)
         if checked is not own and params is not None:
-            params.extra_args = {**extra, PARAMS: checked}  # the request's own params, but `extra` is shared
+            params.extra_args = {**extra, PARAMS: checked}  # requests may share `extra`, but not `params`
         return request
 
     wrap("vllm.v1.engine.input_processor.InputProcessor.process_inputs", InputProcessor, process, method)

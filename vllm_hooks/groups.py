@@ -415,7 +415,7 @@ def groups_of(
     at_points = [each for each in found if each is not main or main.reach < EVERY]
     made = Groups(main.group, at_points, unstored=tuple(unstored), replicas=kv_cache_config.kv_tp_replicas)
     if any(each.group.is_state and each.group.spec.mamba_cache_mode != "align" for each in at_points):
-        return made._replace(unit=made.resume_tokens)  # as vLLM does
+        return made._replace(unit=made.resume_tokens)  # vLLM then hashes once a scheduler block
     return made._replace(unit=None if cache is None else cache.prefix_match_unit)
 
 
@@ -539,7 +539,7 @@ def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
 
     dtype = getattr(spec, "cache_dtype_str", None) or ("auto" if cache is None else cache.cache_dtype)
     if dtype == "auto" and getattr(spec, "kv_quant_mode", None) is KVQuantMode.FP8_PER_TENSOR:
-        return E4M3  # set by the model
+        return E4M3  # the model asks for fp8, not the flag
     return str(dtype)
 
 
