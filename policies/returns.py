@@ -22,14 +22,16 @@ class ReturnsOptions(PolicyOptions):
 
 
 class Returns(EvictionPolicy):
-    """Predicts when each session returns, and keeps the sessions with the most returns for the room that they take.
+    """Estimates when each session returns, and evicts the sessions with the lowest Gittins index first.
 
     Most sessions never return. The others return after pauses of a typical distribution. A model (see return_model)
-    learns both from requests, by features of a session. A session's worth is the Gittins index of waiting for its
-    return: returns per second of room, if the wait ends at the best moment.
+    learns both from requests, by features of a session. The Gittins index of a session is the chance that the session
+    returns, divided by the expected seconds of waiting, if the wait ends at the best moment. A session's bytes do not
+    count.
 
-    Time since the last use, the age, is cut into pieces (AGES), and the index is constant in a piece. A session that
-    passes into the next piece is ranked anew. Each use, victim and passed piece takes O(log n).
+    Age is the time since a session's last use, and is cut into pieces (AGES). A session has one index for each piece.
+    `victims` ranks a session anew after the session has passed into another piece. With n sessions, each call of
+    `used`, each victim and each new ranking takes O(log n).
     """
 
     name: ClassVar[str] = "returns"
@@ -44,9 +46,9 @@ class Returns(EvictionPolicy):
         self._index: dict[str, tuple[float, list[float]]] = {}
         """Time of each session's last use, and the session's index in each piece of age."""
         self._worth, self._passes = Ranking(), Ranking()
-        """Sessions by their index now, and by the time at which they pass into the next piece of age."""
+        """Sessions ranked by their index now; and sessions by the time at which they reach the next piece of age."""
         self._superseded: OrderedDict[str, None] = OrderedDict()
-        """Sessions that another went on from. They are the first victims."""
+        """Sessions from whose middle another session went on; see `superseded`. The first victims, in this order."""
 
     @classmethod
     def family(cls, options: Any = None) -> Callable[[], Self]:
@@ -68,7 +70,7 @@ class Returns(EvictionPolicy):
 
     def superseded(self, session_id: str) -> None:
         if session_id in self._index:
-            Returns.forget(self, session_id)  # a subclass may do more
+            Returns.forget(self, session_id)  # not `self.forget`, because a subclass may override it
             self._superseded[session_id] = None
 
     def victims(self) -> Iterator[str]:
@@ -78,7 +80,7 @@ class Returns(EvictionPolicy):
         yield from self._worth.in_order()
 
     def _rank(self, session_id: str) -> None:
-        """Rank a session by its index in the present piece of age."""
+        """Rank a session by its index for the piece of age in which the session is now."""
         last_used, index = self._index[session_id]
         piece = 0
         while piece < len(AGES) and last_used + AGES[piece] < self._now:

@@ -1,6 +1,7 @@
-"""Every part of vLLM that Manthan touches outside the connector API.
+"""Functions and attributes of vLLM that are no public interface, but that Manthan replaces, reads or sets.
 
-The rest of `vllm_hooks` keeps to the connector API. docs/compatibility.md compares the two releases.
+A connector has two halves: `scheduler_half` in the engine core, and one in each worker. docs/compatibility.md compares
+the supported releases of vLLM.
 """
 
 import argparse
@@ -48,44 +49,44 @@ logger = init_logger("vllm.manthan")
 T = TypeVar("T")
 
 PARAMS = "kv_transfer_params"
-"""Argument of a request with the client's hints."""
+"""Key of `SamplingParams.extra_args` whose value has the client's hints."""
 HALT_S = 2.0
-"""Most seconds that a reset waits for transfers to end."""
+"""Most seconds that a reset of the prefix cache waits for transfers to end."""
 PAUSE_S = 1e-3
-"""Seconds between two steps during a reset, so that threads which transfer can run."""
+"""Seconds between two steps of a reset if the caller steps the engine, so that transfer threads can run."""
 LOADS = ("load_model", "reload_weights", "update_weights", "finish_weight_update")
-"""Methods of workers that change weights, not always by the model's `load_weights`."""
+"""Methods of workers that change weights. Some do so without a call of the model's `load_weights`."""
 HARMLESS = (
     *("execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch"),
     *("check_health", "profile", "add_lora", "remove_lora", "pin_lora", "list_loras"),
     *("get_kv_connector_handshake_metadata", "reset_mm_cache", "reset_encoder_cache", "synchronize_device"),
 )
-"""Methods of workers that never change weights: those of each step, and others that are called often."""
+"""Methods of workers that never change weights and are called often, such as in every step."""
 WRAPPED = {
     "vllm.engine.arg_utils.EngineArgs.add_cli_args": "Plugins have no way to add flags.",
     "vllm.engine.arg_utils.EngineArgs.from_cli_args": "The flags choose the connector and the server's middleware.",
     "vllm.engine.arg_utils.EngineArgs.create_engine_config": "Bad settings are refused before any process starts.",
     "vllm.v1.engine.input_processor.InputProcessor.process_inputs": "Requests with unusable hints get status 400.",
     "vllm.v1.engine.core.EngineCore.preprocess_add_request": "Block hashes cover tenants, adapters and media.",
-    "vllm.v1.engine.core.EngineCore.reset_prefix_cache": "vLLM resets only while no block is referenced.",
-    "vllm.v1.executor.abstract.Executor.collective_rpc": "Connectors hear of no load of weights, and of no sleep.",
-    "vllm.model_executor.model_loader.utils.initialize_model": "Connectors hear of no model before its load.",
-    "vllm.model_executor.models.llama.LlamaForCausalLM.load_weights": "The digest covers weights of all ranks.",
-    "vllm.v1.attention.backend.AttentionImpl.forward": "A profile from traffic takes queries, which no cache holds.",
-    "vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled": "A lookup does not name the request.",
+    "vllm.v1.engine.core.EngineCore.reset_prefix_cache": "Manthan must first release the blocks that it references.",
+    "vllm.v1.executor.abstract.Executor.collective_rpc": "Connectors are told of no load of weights and no sleep.",
+    "vllm.model_executor.model_loader.utils.initialize_model": "No connector is told of a model before its load.",
+    "vllm.model_executor.models.llama.LlamaForCausalLM.load_weights": "The digest is taken of weights as they load.",
+    "vllm.v1.attention.backend.AttentionImpl.forward": "A codec profile from traffic needs queries.",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled": "`get_cached_block` gets no request.",
     "vllm.v1.core.block_pool.BlockPool.get_cached_block": "Decoded blocks are served to their own session only.",
     "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n": "Saved blocks are overwritten before others.",
-    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": "Blocks behind decoded ones are marked.",
+    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": "Blocks behind decoded blocks get a mark.",
 }
-"""Functions of vLLM that Manthan replaces, and the reason for each. Tests compare their signatures."""
+"""Functions of vLLM that Manthan replaces, and the reason for each. Tests check the signatures of vLLM's functions."""
 # Every process of vLLM imports this module. Modules that only some processes need are imported inside functions.
 
 
 def wrap(name: str, owner: Any, ours: Callable[..., Any], kind: Callable[[Any], Any] = lambda made: made) -> None:
-    """Replace a function of vLLM, unless it was replaced before.
+    """Replace a function of vLLM, unless `wrap` has replaced it before.
 
     name: key in `WRAPPED`. owner: class, module or object that has the function. ours: takes vLLM's function and then
-    that function's arguments. kind: `staticmethod`, `classmethod` or `method`, if the function is one in a class.
+    that function's arguments. kind: for a class as `owner`, `staticmethod`, `classmethod` or `method`.
     """
     assert name in WRAPPED, name
     attribute = name.rpartition(".")[2]
@@ -97,7 +98,7 @@ def wrap(name: str, owner: Any, ours: Callable[..., Any], kind: Callable[[Any], 
 
 
 def method(made: Callable[..., T]) -> Callable[..., T]:
-    """Return a function that becomes a method in a class."""
+    """Return a plain function that calls `made`, because a `partial` as a class attribute would not get `self`."""
     return functools.wraps(made)(lambda self, *args, **kwargs: made(self, *args, **kwargs))
 
 
@@ -105,7 +106,7 @@ def method(made: Callable[..., T]) -> Callable[..., T]:
 
 
 def register_connector(name: str, module: str) -> bool:
-    """Register a connector. name: of the class. module: that has the class. Return True if the name was new."""
+    """Register a connector class. name: its name. module: module that has it. Return True if the name was new."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if name in KVConnectorFactory._registry:
@@ -123,10 +124,10 @@ def extend_engine_args(
     """Add flags to vLLM's command line, and check each engine's configuration when it is made.
 
     Args:
-        add_flags: adds flags to the parser, and returns it.
+        add_flags: adds flags to the parser, and returns the parser.
         read_flags: may change the parsed arguments before vLLM reads them.
-        precheck: called with each engine's arguments, and True if they are from a command line.
-        check: called with each engine's configuration before any process starts, and True as above.
+        precheck: takes each engine's arguments, and True if these are from a command line.
+        check: takes each engine's configuration before any process starts, and the same truth value.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -152,7 +153,8 @@ def extend_engine_args(
 def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]") -> None:
     """Have each request checked before the engine gets it.
 
-    check: takes configuration, value of PARAMS and session's id; returns the new value, or raises to refuse.
+    check: takes vLLM's configuration, the request's value of PARAMS, and the session id. It returns the value to use
+    instead, or raises an exception to refuse the request.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -163,14 +165,17 @@ def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]") -> N
         own = extra.get(PARAMS)
         checked = check(self.vllm_config, own, request.session_id)
         if checked is not own and params is not None:
-            params.extra_args = {**extra, PARAMS: checked}  # the request's own params, but `extra` is shared
+            params.extra_args = {**extra, PARAMS: checked}  # requests may share `extra`, but not `params`
         return request
 
     wrap("vllm.v1.engine.input_processor.InputProcessor.process_inputs", InputProcessor, process, method)
 
 
 async def ask_cores(client: Any, name: str, *args: Any) -> list[Any] | None:
-    """Return all engine cores' answers to the call `name`; None if one is dead. client: `app.state.engine_client`."""
+    """Return each engine core's answer to the utility call `name`; None if the engine is dead.
+
+    client: `app.state.engine_client` of vLLM's server.
+    """
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
@@ -180,9 +185,9 @@ async def ask_cores(client: Any, name: str, *args: Any) -> list[Any] | None:
 
 
 def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
-    """Return vLLM's function that checks a request's API key; None for a server without keys.
+    """Return vLLM's function that is True for headers with a valid API key; None for a server without keys.
 
-    vLLM itself checks only some paths, such as /v1.
+    args: flags of the server. vLLM calls the function for some paths only, such as /v1.
     """
     from vllm import envs
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
@@ -197,13 +202,13 @@ def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
 
 
 def _with_content(feature: "MultiModalFeatureSpec") -> "MultiModalFeatureSpec":
-    """Return an image, video or audio with a digest of its content as identifier instead of the client's name."""
+    """Return a feature (image, video or audio) whose identifier has a digest of the content, not the client's name."""
     from vllm.multimodal.hasher import MultiModalHasher
 
     if feature.data is None:
         return feature
     item: Any = feature.data
-    if not hasattr(item, "manthan_content"):  # vLLM's cache keeps the item
+    if not hasattr(item, "manthan_content"):  # computed once, because vLLM's cache keeps the item
         item.manthan_content = MultiModalHasher.hash_kwargs("sha256", **{feature.modality: item.get_data()})
     adapter = feature.identifier.removesuffix(feature.mm_hash or feature.identifier)
     return dataclasses.replace(feature, identifier=adapter + item.manthan_content)
@@ -211,7 +216,7 @@ def _with_content(feature: "MultiModalFeatureSpec") -> "MultiModalFeatureSpec":
 
 @functools.cache
 def manager_of(spec: "KVCacheSpec") -> "SingleTypeKVCacheManager":
-    """Return a new manager of vLLM for a KV cache group with this spec, to ask it about windows and states."""
+    """Return a manager of vLLM for a KV cache group with this spec, made once, to ask it for skipped tokens."""
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.single_type_kv_cache_manager import get_manager_for_kv_cache_spec
 
@@ -228,7 +233,7 @@ def manager_of(spec: "KVCacheSpec") -> "SingleTypeKVCacheManager":
 
 
 def tokens_to_load(request: "Request") -> int:
-    """Number of tokens that all connectors load for a newly admitted request; 0 after a preemption."""
+    """Number of tokens that all connectors together load for a newly admitted request; 0 after a preemption."""
     stats = request.prefill_stats
     return 0 if stats is None or request.num_preemptions else stats.num_external_cached_tokens
 
@@ -236,7 +241,7 @@ def tokens_to_load(request: "Request") -> int:
 def under_construction(kind: type[T]) -> T:
     """Return the object of class `kind` whose method is innermost on the call stack.
 
-    vLLM makes connectors inside the constructors of its scheduler and its engine core.
+    vLLM makes connectors inside the constructors of its scheduler and its engine core, and does not pass these objects.
     """
     frame = sys._getframe(1)
     while not isinstance(owner := frame.f_locals.get("self"), kind):
@@ -248,7 +253,7 @@ def under_construction(kind: type[T]) -> T:
 def replace_waiting(scheduler: "Scheduler", queue: "ReturnsFirstQueue") -> bool:
     """Make `queue` the scheduler's `waiting`. Return False, and replace nothing, if `waiting` has an unknown class.
 
-    vLLM's second queue, `kv_holding_waiting`, goes before it and stays.
+    vLLM's second queue, `kv_holding_waiting`, is served before `waiting`, and is not replaced.
     """
     from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
 
@@ -259,10 +264,11 @@ def replace_waiting(scheduler: "Scheduler", queue: "ReturnsFirstQueue") -> bool:
 
 
 class Core:
-    """The engine core around the connector: wakes it, and tells `half` of its sleeps and resets of the prefix cache.
+    """Access to the engine core that has the connector. Wraps the core's resets and its calls of workers.
 
-    vLLM resets only while no block is referenced, so that Manthan must release all blocks first. Connectors cannot
-    tell a sleep from another pause. Calls go through `half.ask`, so that no exception gets out.
+    `half` is told of sleeps and of resets of the prefix cache. vLLM resets only while no block is referenced, so that
+    Manthan must first release all its blocks. Connectors cannot tell a sleep from another pause. Calls of `half` go
+    through `half.ask`, so that their exceptions do not end the engine.
     """
 
     def __init__(self, half: "SchedulerHalf") -> None:
@@ -277,28 +283,28 @@ class Core:
         core: Any = under_construction(EngineCore)
         self._core = core
         self._inputs: queue.Queue[Any] | None = core.input_queue if isinstance(core, EngineCoreProc) else None
-        """Queue on which an idle engine waits; None if the caller steps the engine."""
+        """Queue on which an idle engine core waits; None if there is none, because the caller steps the engine."""
         self._call = core.model_executor.collective_rpc
         wrap("vllm.v1.engine.core.EngineCore.reset_prefix_cache", core, self._reset)
         wrap("vllm.v1.executor.abstract.Executor.collective_rpc", core.model_executor, self._call_workers)
 
     def wake(self) -> None:
-        """Make an idle engine run a step if the connector has work. Any thread may call `wake`."""
+        """Wake an idle engine, which runs a step if the connector has work. Any thread may call `wake`."""
         from vllm.v1.engine import EngineCoreRequestType
 
         if self._inputs is not None:
             self._inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     def offer(self, name: str, method: Callable[..., Any]) -> None:
-        """Have `method` answer `ask_cores`, on the scheduler's thread between steps. msgpack encodes its results."""
+        """Have `method` answer the utility call `name`, on the scheduler's thread between steps; see `ask_cores`."""
         setattr(self._core, name, method)
 
     def prepare_requests(self, salts: "Salts", by_content: bool) -> None:
         """Have the block hashes of this engine's requests cover tenant, LoRA adapter's files and media's content.
 
-        vLLM hashes a request on a thread of its own, before connectors see the request.
+        vLLM hashes a request on its input thread, before connectors see the request.
 
-        by_content: True if hashes cover the content of media instead of the clients' names.
+        by_content: True if hashes cover the content of media instead of names that clients gave to the media.
         """
         core, self._salts = self._core, salts
 
@@ -307,7 +313,7 @@ class Core:
             features = (request.mm_features if by_content else None) or []
             may_be_sizes = extra.get("ec_transfer_params") or core.vllm_config.ec_transfer_config
             if features and not may_be_sizes:
-                if core.mm_receiver_cache is not None:  # the cache has the data of earlier media
+                if core.mm_receiver_cache is not None:  # the cache has data that the request leaves out
                     features = core.mm_receiver_cache.get_and_update_features(features)
                 request = msgspec.structs.replace(request, mm_features=[_with_content(each) for each in features])
             known = not features or (not may_be_sizes and all(each.data is not None for each in features))
@@ -318,19 +324,19 @@ class Core:
 
     @property
     def is_asleep(self) -> bool:
-        """True while the engine sleeps, so that the memory of the KV cache, or all memory, is freed."""
+        """True while the engine sleeps (vLLM's sleep mode), with the memory of the KV cache freed."""
         return bool(self._core.model_executor.is_sleeping)
 
     @property
     def is_ending(self) -> bool:
-        """True once the engine was told to end."""
+        """True once vLLM has told the engine core to shut down."""
         from vllm.v1.engine.core import EngineShutdownState
 
         state = getattr(self._core, "shutdown_state", EngineShutdownState.RUNNING)
         return state is not EngineShutdownState.RUNNING
 
     def ask(self, about_weights: Callable[[Any], T]) -> list[T]:
-        """Return the result of `about_weights` on each worker. This call does not count as a user's.
+        """Return the result of `about_weights` on each worker, without telling `half` of the call.
 
         Raises the executor's exceptions, for example if a worker has died.
         """
@@ -338,7 +344,7 @@ class Core:
 
     @property
     def is_moving(self) -> bool:
-        """True while vLLM or Manthan waits for a transfer."""
+        """True while vLLM or Manthan waits for a transfer, or vLLM has still to tell workers of a finished request."""
         scheduler = self._core.scheduler
         return (
             self._half.ask(self._half.is_moving, otherwise=self._half.driver.holds_any())
@@ -355,7 +361,7 @@ class Core:
     def _reset(
         self, reset: Callable[[bool, bool], bool], reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        self.is_pausing = sys._getframe(1).f_code.co_name == "_reset_caches"  # the engine may be about to sleep
+        self.is_pausing = sys._getframe(1).f_code.co_name == "_reset_caches"  # a pause, maybe for a sleep
         if self.is_pausing:
             self._tell(self._half.paused, reset_connector and not self.is_asleep)
         scheduler, was_reset, is_halted = self._core.scheduler, False, False
@@ -382,10 +388,10 @@ class Core:
             self.is_pausing = False
 
     def _come_to_rest(self, may_preempt: bool) -> bool:
-        """Run steps without compute until every transfer has ended. Return False after `HALT_S`.
+        """Run steps that compute nothing until every transfer has ended. Return False after HALT_S seconds.
 
-        Workers answer only within steps. If the caller steps the engine, it never gets the outputs of these steps.
-        Therefore running requests are preempted first, so that vLLM computes these outputs again.
+        Workers answer only within steps. A caller that steps the engine never gets the outputs of steps run here.
+        For such a caller running requests are preempted first, so that vLLM computes the outputs again.
         """
         from vllm.v1.core.sched.interface import PauseState
 
@@ -413,7 +419,7 @@ class Core:
             scheduler.set_pause_state(before)
 
     def _recompute_waiting(self) -> None:
-        """Free the blocks of waiting requests whose KV was loaded. The requests begin anew."""
+        """Free the blocks of requests in `kv_holding_waiting`. These requests begin anew from `waiting`."""
         scheduler = self._core.scheduler
         waits = {RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING, RequestStatus.PREEMPTED}
         for request in [request for request in scheduler.kv_holding_waiting if request.status in waits][::-1]:
@@ -427,7 +433,7 @@ class Core:
             scheduler.waiting.prepend_request(request)
 
     def _call_workers(self, call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
-        """Tell the scheduler half when workers are called, because the call may load weights, or be a sleep."""
+        """Call the workers, and tell the scheduler half of it, because the call may load weights or be a sleep."""
         level = (kwargs.get("kwargs") or {}).get("level")
         if method == "discard" or (method == "sleep" and level == 1):  # the weights stay
             self._tell(self._half.paused, False)
@@ -441,9 +447,10 @@ class Core:
 
 
 class Lookups:
-    """Lookups and new blocks of vLLM's prefix cache. vLLM finds only cached blocks that may serve the request.
+    """Wraps lookups and insertions of vLLM's prefix cache. A lookup finds only blocks that may serve its request.
 
-    Blocks computed behind decoded ones are marked.
+    A block's mark tells if its KV is exact, decoded by a lossy codec, or computed behind decoded blocks
+    (derived). Lossy means decoded or derived. `Marks.serves` says which requests a lossy block may serve.
     """
 
     def __init__(self, manager: "KVCacheManager", marks: Marks, half: "SchedulerHalf") -> None:
@@ -455,7 +462,7 @@ class Lookups:
         wrap("vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks", manager.coordinator, self._mark)
 
     def _ask(self, is_enabled: Callable[..., bool], request: Any) -> bool:
-        """Note whose request looks blocks up. vLLM calls `is_enabled` before each lookup."""
+        """Note the asker of the request, for `_serve`. vLLM calls `is_enabled` before each request's lookup."""
         self._asker = self._half.ask(self._half.asker, request, otherwise=None)
         return is_enabled(request)
 
@@ -488,7 +495,7 @@ class Lookups:
             self._cached(request, manager.req_to_blocks.get(name, ()), first)
 
     def _cached(self, request: Any, blocks: "Sequence[KVCacheBlock]", first: int) -> None:
-        """Mark a request's blocks from `first` on. If one is exact, take lossy blocks of its hash out of the cache."""
+        """Mark newly cached `blocks`, from index `first` on. Uncache lossy blocks with the hash of an exact one."""
         new = [block for block in blocks[first:] if block.block_hash is not None and not block.is_null]
         if not new:
             return
@@ -506,13 +513,13 @@ class Lookups:
 
 
 def cached_blocks(pool: "BlockPool", name: Any) -> "Iterable[KVCacheBlock]":
-    """Return the cached blocks of a hash, in vLLM's order."""
+    """Return all cached blocks with a hash, in vLLM's order. name: block hash with group id."""
     found = pool.cached_block_hash_to_block._cache.get(name)
     return found.values() if isinstance(found, dict) else () if found is None else (found,)
 
 
 def overwrite_next(pool: "BlockPool", blocks: "Sequence[KVCacheBlock]") -> None:
-    """Take blocks out of the prefix cache, and move unused blocks to the head of the free queue."""
+    """Take blocks out of the prefix cache. Move those without a reference to the head of the free queue."""
     free = [block for block in blocks if block.ref_cnt == 0]
     pool.evict_blocks({block.block_id for block in blocks})
     pool.touch(free)
@@ -520,7 +527,7 @@ def overwrite_next(pool: "BlockPool", blocks: "Sequence[KVCacheBlock]") -> None:
 
 
 class PoolMarks(Marks):
-    """Marks of a pool's blocks. watch: clears the mark of these blocks when the pool hands them out."""
+    """Marks of a pool's blocks. watch: takes block ids, and has their marks cleared when the pool hands them out."""
 
     def __init__(self, watch: Callable[[Iterable[int]], None]) -> None:
         super().__init__()
@@ -534,10 +541,13 @@ class PoolMarks(Marks):
 
 
 class VllmPool:
-    """vLLM's block pool, as `manthan.manager.pool.Pool` describes.
+    """vLLM's block pool with the methods of `manthan.manager.pool.Pool`; see there.
 
-    main: number of the KV cache group whose saved blocks are overwritten in order. block_tokens: tokens in a block, by
-    group. event: returns the KV event of a stored block, given its name and the medium; None if events are off.
+    A saved block has a compressed copy in a tier. A block is given up if it is overwritten as if it were saved.
+
+    main: index of the KV cache group whose saved blocks are overwritten in order. block_tokens: number of tokens in a
+    block, by group. event: returns vLLM's KV event of a block stored in the pool, from the block's group and hash and
+    the pool's medium; None if events are off.
     """
 
     def __init__(
@@ -552,21 +562,21 @@ class VllmPool:
         self.size = pool.num_gpu_blocks - 1  # the null block is never free
         self.marks: Marks = PoolMarks(self._watch)
         self._free, self._saved, self._given_up = pool.free_block_queue, set[int](), set[int]()
-        """Blocks given up count as saved, too."""
+        """vLLM's free queue, ids of saved blocks, and ids of blocks given up. Blocks given up are also in `_saved`."""
         self._kept: dict[int, KVCacheBlock] = {}
-        """Saved blocks in the order of the free queue. Some may have left the queue meanwhile."""
+        """By id, saved blocks in the order of the free queue. Some may have left the queue since."""
         self._finds: dict[int, WeakSet[Request]] = {}
         """By block id, requests that expect to find the block; see `count_on`."""
         self._bereft: set[Request] = set()
         self._last_empty: KVCacheBlock | None = None
-        """Last of the empty blocks at the head of the free queue; None if unknown."""
+        """Last of the blocks without a hash at the head of the free queue; None if unknown."""
         wrap("vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n", self._free, self._append)
 
     def _watch(self, block_ids: Iterable[int]) -> None:
         self._pool._reuse_watchers.update(dict.fromkeys(block_ids, self._reused))
 
     def _reused(self, block: "KVCacheBlock") -> None:
-        """Forget all facts about a watched block, because the pool hands it out."""
+        """Forget all facts about a watched block, because the pool hands the block out for new KV."""
         block_id = block.block_id
         self._saved.discard(block_id)
         self._given_up.discard(block_id)
@@ -594,7 +604,7 @@ class VllmPool:
         self._watch([block_id])
 
     def take_bereft(self) -> "set[Request]":
-        """Return requests that counted on a block which the pool has handed out since the last call."""
+        """Return the requests passed to `count_on` whose block the pool has handed out since the last call."""
         bereft, self._bereft = self._bereft, set()
         return bereft
 
@@ -622,7 +632,7 @@ class VllmPool:
         self._watch(block_ids)
 
     def keep(self, group: int, block_hashes: "Sequence[bytes]") -> None:
-        if group != self._main:  # vLLM overwrites blocks of windows and states in any order
+        if group != self._main:  # blocks for resume points only stay in vLLM's order
             return
         blocks = self._copies(group, block_hashes)
         block_ids = [block.block_id for block in blocks]
@@ -647,7 +657,7 @@ class VllmPool:
         self._put_first(blocks)
 
     def _put_first(self, blocks: "Sequence[KVCacheBlock]") -> None:
-        """Move free blocks ahead of all saved ones in the queue."""
+        """Move free blocks ahead of all saved blocks in the free queue, in this order."""
         for block in blocks:
             self._free.remove(block)
             self._kept.pop(block.block_id, None)
@@ -695,7 +705,10 @@ class VllmPool:
         return [copy for name in names for copy in cached_blocks(self._pool, name)]
 
     def _append(self, append_n: "Callable[[list[KVCacheBlock]], None]", blocks: "list[KVCacheBlock]") -> None:
-        """Put freed blocks that are saved before unsaved ones in the queue. vLLM would append all cached blocks."""
+        """Append freed blocks to the free queue, but insert saved blocks behind the earlier saved blocks.
+
+        Blocks that were given up count as unsaved from now on, because a request has used them.
+        """
         used = self._given_up.intersection([block.block_id for block in blocks]) if self._given_up else set[int]()
         self._saved -= used
         self._given_up -= used
@@ -704,7 +717,7 @@ class VllmPool:
         self._insert(saved)
 
     def _insert(self, blocks: "Sequence[KVCacheBlock]") -> None:
-        """Link saved blocks into the free queue, behind earlier saved blocks."""
+        """Link saved blocks into the free queue, behind the saved blocks that are in it."""
         for block in blocks:
             self._kept.pop(block.block_id, None)
         if not blocks:
@@ -721,7 +734,7 @@ class VllmPool:
     def _last_kept(self) -> "KVCacheBlock":
         """Return the last saved block of the free queue.
 
-        Without saved blocks, return the last empty block at the head, or else the queue's own head.
+        If no block is saved, return the last of the blocks without a hash at the head, or else vLLM's fake head.
         """
         while self._kept:
             last = next(reversed(self._kept.values()))
@@ -746,7 +759,7 @@ def _named(block: "KVCacheBlock") -> FreeBlock:
 
 
 def plan_kv_cache(vllm_config: "VllmConfig") -> "KVCacheConfig":
-    """Return the KV cache that vLLM would plan for a built model with much memory. Raises vLLM's exceptions."""
+    """Return the KV cache that vLLM would plan for a built model with 1 PiB of memory. Raises vLLM's exceptions."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
     from vllm.v1.core import kv_cache_utils
@@ -770,7 +783,7 @@ def plan_kv_cache(vllm_config: "VllmConfig") -> "KVCacheConfig":
 
 
 def rotary_modules(head_dim: int) -> list[Any]:
-    """Return this process's modules for RoPE that have tables, for heads of `head_dim` numbers."""
+    """Return this process's RoPE modules that have a `cos_sin_cache` and a head size of `head_dim`."""
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
     modules: list[Any] = [each for each in _ROPE_DICT.values() if getattr(each, "cos_sin_cache", None) is not None]
@@ -778,7 +791,7 @@ def rotary_modules(head_dim: int) -> list[Any]:
 
 
 def changed_base(module: Any) -> float | None:
-    """Return the base of a module's frequencies, if vLLM changed it for the longest prompt (dynamic NTK); else None."""
+    """Return the base of a RoPE module's frequencies if vLLM has scaled the base (dynamic NTK); else None."""
     from vllm.model_executor.layers.rotary_embedding import dynamic_ntk_alpha_rope, dynamic_ntk_scaling_rope
 
     power = module.rotary_dim / (module.rotary_dim - 2) if module.rotary_dim > 2 else 1.0
@@ -793,23 +806,26 @@ def changed_base(module: Any) -> float | None:
 def write_latents(
     module: Any, latents: "torch.Tensor", keys: "torch.Tensor", cache: "torch.Tensor", slots: Any
 ) -> None:
-    """Write latents [tokens, numbers] and RoPE's part of keys [tokens, 1, numbers] as a layer's backend does (MLA)."""
-    scale = getattr(module, "_k_scale", None)  # only backends of quantized caches use it
-    cache = cache.squeeze(1) if cache.ndim == 4 else cache  # without heads, like the layer
+    """Write tokens into a layer's MLA cache, as vLLM's attention backend does. slots: slot of each token.
+
+    latents: [tokens, numbers of a latent]. keys: parts of the keys with RoPE, [tokens, 1, numbers of such a part].
+    """
+    scale = getattr(module, "_k_scale", None)  # used for quantized caches only
+    cache = cache.squeeze(1) if cache.ndim == 4 else cache  # the layer's cache has no dimension for heads
     module.impl.do_kv_cache_update(latents, keys, cache, slots, getattr(module, "kv_cache_dtype", "auto"), scale)
 
 
 def parts_of(name: str, tensor: "torch.Tensor") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield the plain tensors that make up a tensor: several for torchao's quantized ones."""
+    """Yield name and value of each plain tensor in a tensor: several for a quantized tensor of torchao, else one."""
     from vllm.model_executor.model_loader.weight_checksum import _tensors
 
     yield from ((each, part.detach()) for each, part in _tensors(name, tensor))
 
 
 def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield a model's parameters and persistent buffers by name, as plain tensors.
+    """Yield name and value of a model's parameters and persistent buffers, as plain tensors.
 
-    Other buffers are left out, because they are computed from parameters and configuration.
+    Other buffers are left out, because models compute them from parameters and configuration.
     """
     persistent = model.state_dict(keep_vars=True).keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -820,7 +836,7 @@ def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]"
 def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], None]") -> None:
     """Have `made` called with each model of this process, before the weights are loaded.
 
-    A model inside another one is loaded with the outer one, so that `made` is called with the outer one only.
+    A model inside another is loaded with the outer model, so that `made` is called for outer models only.
     """
     from vllm.model_executor.model_loader import utils
 
@@ -840,13 +856,13 @@ def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], Non
         return model
 
     package = utils.__name__.rpartition(".")[0]
-    for module in list(sys.modules.values()):  # each loader's module has imported the function by its name
+    for module in list(sys.modules.values()):  # loaders import the function by name
         if getattr(module, "__name__", "").startswith(package) and getattr(module, "initialize_model", None) is theirs:
             wrap(name, module, watched)
 
 
 def model_tensors(worker: Any) -> "Iterator[torch.Tensor]":
-    """Yield the tensors of a worker's model and draft; see `tensors_of`."""
+    """Yield the tensors of a worker's model, and of its draft model if any; see `tensors_of`."""
     runner = worker.model_runner
     draft = getattr(runner, "get_draft_model", lambda: None)()
     for model in (runner.get_model(), draft):
@@ -855,14 +871,17 @@ def model_tensors(worker: Any) -> "Iterator[torch.Tensor]":
 
 
 def copy_blocks(sources: "torch.Tensor", targets: "torch.Tensor", sizes: "torch.Tensor") -> None:
-    """Copy between addresses by the GPU's copy engines, on the current stream. All tensors are int64 on the CPU."""
+    """Copy pieces of memory by the GPU's copy engines, on the current stream.
+
+    sources, targets: addresses. sizes: bytes of each piece. All tensors are int64 on the CPU.
+    """
     from vllm import _custom_ops as ops
 
     ops.swap_blocks_batch(sources, targets, sizes)
 
 
 def pin(memory: "torch.Tensor") -> None:
-    """Pin RAM for the GPU. Raises RuntimeError."""
+    """Page-lock RAM for transfers of the GPU. Raises RuntimeError if that fails."""
     from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
     pin_tensor(memory)

@@ -1,4 +1,4 @@
-"""KV connector that vLLM loads: passes each call on to the scheduler half or the worker half of this process."""
+"""KV connector that vLLM loads: passes each call on to its scheduler half in the engine core, or to its worker half."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -37,12 +37,12 @@ U = TypeVar("U")
 
 
 class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
-    """Saves and restores sessions. KVConnectorBase_V1 says when vLLM calls each method, and with what.
+    """Saves and restores sessions. KVConnectorBase_V1 says when vLLM calls each method, and with what arguments.
 
     SupportsHMA has vLLM keep its KV cache groups: without it, all layers would become one group.
 
     Args:
-        role: SCHEDULER in the engine core, which makes `scheduler`; WORKER on each rank, which makes `worker`.
+        role: SCHEDULER in the engine core: makes `self.scheduler`. WORKER on each rank: makes `self.worker`.
 
     Raises: UnsupportedError for a model or a setting of vLLM that Manthan does not support.
     """
@@ -51,14 +51,15 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config)
         self._is_broken = False
-        """True once the scheduler half has raised an exception. From then on `_ask` does not call it."""
+        """True once `_ask` has caught an exception of the scheduler half. From then on `_ask` calls nothing."""
         self._promised: dict[str, Sequence[int]] = {}
-        """By request id, ids of the blocks of loads that vLLM waits for and no worker has been told of."""
+        """By request id, ids of the blocks of each load that vLLM waits for and no worker has been told of."""
         self._logged: set[str] = set()
+        """Names of methods whose exception `_try` has logged. Each is logged once."""
         self._errors: list[str] = []
-        """Names of the worker half's methods that raised an exception since the last report."""
+        """Names of the worker half's methods that raised an exception since the last report to the scheduler half."""
         self._told_blocks: set[int] = set()
-        """Ids of blocks that could not be loaded, to report to vLLM in this step."""
+        """Ids of blocks that could not be loaded, until vLLM asks for them in this step."""
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerHalf(vllm_config, kv_cache_config, self._ask)
         else:
@@ -66,14 +67,15 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # blocks that are not stored are computed again
+        return False  # stores may be given up: later requests then compute the blocks again
 
     # -- errors ---------------------------------------------------------------------------------------
 
     def _ask(self, call: Callable[..., T], *args: Any, otherwise: U) -> T | U:
-        """Return the scheduler half's answer; `otherwise` from the first exception on.
+        """Return the result of `call`, a method of the scheduler half; `otherwise` from the first exception on.
 
-        An exception of Manthan never ends the engine. After it, the scheduler half's tables may be half changed.
+        An exception must not end the engine. After an exception the scheduler half is not used any more, because its
+        tables may be half changed.
         """
         if self._is_broken:
             return otherwise
@@ -161,7 +163,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         return (
             not self._is_broken and self.scheduler.driver.prefetcher.load is not None
-        )  # it gives its blocks back soon
+        )  # a prefetch gives the pool's blocks back when it ends
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._ask(self.scheduler.take_events, otherwise=())
@@ -189,11 +191,11 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.register_kv_caches(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """Wait for transfers, because vLLM 0.33 then frees the cache's memory (sleep mode), but not its addresses."""
+        """Wait for transfers. vLLM 0.33 then frees the cache's memory and keeps the virtual addresses (sleep mode)."""
         self.worker.engine.wait()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step. This call comes before the forward pass; `start_load_kv` may come after it."""
+        """Begin a step. vLLM calls this before the forward pass, but may call `start_load_kv` after it."""
         assert isinstance(connector_metadata, ManthanMetadata)
         super().bind_connector_metadata(self.worker.of_this_rank(connector_metadata))
         for each in (self.worker.guard, self.worker.calibrator):
@@ -207,15 +209,15 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             engine.fail(metadata.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: vLLM computes a request only after its load has ended, so that no layer waits."""
+        """Do nothing: all loads are asynchronous, so that vLLM computes a request only after its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: stores read whole blocks after the step, not layer by layer."""
 
     def wait_for_save(self) -> None:
-        """Begin stores after the step's forward pass, because a step may store blocks that it computes.
+        """Begin this step's stores after the forward pass, because a step may store blocks that it computes.
 
-        There is no wait, because the blocks stay referenced until they are gathered.
+        Do not wait for stores: their blocks stay referenced until workers have gathered (copied or encoded) the KV.
         """
         metadata, engine = self._metadata, self.worker.engine
         if self._try(engine.submit_stores, metadata, otherwise=False) is False:
@@ -250,7 +252,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         if guard is not None:
             report.verdicts = self._try(guard.take, otherwise=[])
             report.measured = self._try(guard.take_progress, otherwise={})
-        report.candidate = self.worker.take_candidate()  # after the verdicts, because one may be about the candidate
+        report.candidate = self.worker.take_candidate()  # after the verdicts, of which one may be about the candidate
         report.errors, self._errors = self._errors, []
         return report if report != ManthanWorkerMetadata() else None
 

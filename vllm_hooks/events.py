@@ -1,6 +1,6 @@
-"""KV events of the cold store, by vLLM's publisher: a block is stored, a block is removed.
+"""KV events of the cold store, sent by vLLM's publisher: BlockStored for a saved block, BlockRemoved for a dropped one.
 
-The manager knows the saved blocks, and only requests know the tokens. Tokens are kept here, packed.
+The session manager knows the saved blocks' hashes, but not their tokens. This module keeps the tokens, out of requests.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 PLACES = {
     "host": (MEDIUM_CPU, Locality.LOCAL),
-    "device": (MEDIUM_CPU, Locality.LOCAL),  # "GPU" is the medium of vLLM's pool, used and withdrawn by vLLM
+    "device": (MEDIUM_CPU, Locality.LOCAL),  # not "GPU": events of vLLM's own pool have that medium
     "disk": (MEDIUM_STORAGE, Locality.LOCAL),
     "redis": (MEDIUM_STORAGE, Locality.REMOTE),
 }
-"""Medium and locality by the tier with all blocks."""
+"""Medium and locality in all of an engine's events, by the name of the engine's last tier."""
 OWNER = "manthan"
-"""Ownership in events. Blocks of further connectors may have the same medium."""
+"""Value of `ownership` in events, because blocks of further connectors may have the same medium."""
 
 
 class Note(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Facts of a block for an event. parent: hash of the previous block.
+    """Facts of a block for an event. parent: hash of the previous block; None for the first block.
 
-    extra_keys: what the block's hash covers besides tokens, as in vLLM's events. source: number and name of the LoRA
-    adapter, and the session id of the request.
+    tokens: ids of the block's tokens. extra_keys: as in vLLM's events. source: id and name of the LoRA adapter, and the
+    session id of the request.
     """
 
     parent: bytes | None
@@ -52,13 +52,14 @@ class Note(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class KvEvents:
-    """KV events of an engine's saved blocks, which are all in tier `place`. Subscribes to the engine's events."""
+    """KV events of an engine's saved blocks. Subscribes to the manager's events. place: name of the last tier."""
 
     def __init__(self, manager: SessionManager, groups: "Groups", kv_cache_config: KVCacheConfig, place: str) -> None:
         self.notes: dict[BlockName, bytes] = {}
-        """Packed notes by group and hash. A journal adds the notes of an earlier engine's blocks.
+        """Notes as msgpack, by KV cache group and block hash. A journal adds notes of an earlier engine's blocks.
 
-        Blocks of different groups with the same tokens have the same hash, and one note, under the main group.
+        The main group is the group whose blocks make up sessions. A group with equally large blocks has the same
+        hashes, and uses the notes under the main group.
         """
         self._blocks, self._groups = manager.blocks, groups
         self._main, self._session_group = groups.main.index, manager.shape.session_group
@@ -66,11 +67,11 @@ class KvEvents:
         self._locality = locality.value
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._changed: dict[BlockName, int | None] = {}
-        """Position of each block saved since the last `take`; None for a dropped block."""
+        """Each block saved or dropped since the last `take`: its position in a session if saved, None if dropped."""
         self._told: dict[BlockName, None] = {}
-        """Blocks that subscribers know as stored."""
+        """Blocks for which `take` has returned BlockStored and not yet BlockRemoved."""
         self.repeats = False
-        """True to have `take` report all stored blocks again, because vLLM has told subscribers to forget all."""
+        """True to have the next `take` report all stored blocks again, because vLLM has sent AllBlocksCleared."""
         manager.events.subscribe(self)
 
     @property
@@ -87,7 +88,10 @@ class KvEvents:
     # -- requests -------------------------------------------------------------------------------------
 
     def remember(self, request: Request, blocks: int, parts: "Iterable[Part]" = ()) -> None:
-        """Note what events say of the request's first blocks and of `parts`, if sessions have these blocks."""
+        """Note facts for events about some of the request's blocks, if the block table has them.
+
+        blocks: number of first blocks of the main group. parts: blocks of other groups that resume points need.
+        """
         size = self._specs[self._main].block_size
         self._remember(request, self._main, [(at * size, (at + 1) * size) for at in range(blocks)])
         for part in parts:
@@ -95,14 +99,14 @@ class KvEvents:
                 self._remember(request, part.group, [(part.first_token, part.end)])
 
     def _remember(self, request: Request, group: int, spans: Sequence[tuple[int, int]]) -> None:
-        """Note blocks of a group. spans: first token and end of each."""
+        """Note facts of blocks of a group. spans: of each block, index of the first token, and of the next block's."""
         spans = [span for span in spans if (group, self._hash_at(request, span[1])) not in self.notes]
         hashes = [self._hash_at(request, end) for _, end in spans]
         for row, name, (first, end) in zip(self._find_rows(group, hashes).tolist(), hashes, spans, strict=True):
             if row >= 0:
                 self.notes[group, name] = self._note(request, first, end)
         for other, spec in enumerate(self._specs):
-            if spec.block_size == self._specs[group].block_size:  # some were saved before their tokens were known
+            if spec.block_size == self._specs[group].block_size:  # some blocks were saved before this note
                 rows = self._blocks.find(other, hashes)
                 for at in ((rows >= 0) & self._blocks.is_saved(rows)).nonzero()[0].tolist():
                     self._changed[other, hashes[at]] = int(self._blocks.depth[rows[at]])
@@ -120,7 +124,7 @@ class KvEvents:
         return request.block_hashes[end // self._groups.hash_tokens - 1]
 
     def _find_rows(self, group: int, hashes: Sequence[bytes]) -> "Rows":
-        """Return the rows of blocks with notes, -1 for a block without a row."""
+        """Return each block's row in the block table, -1 for a block without a row."""
         return self._blocks.find(self._session_group if group == self._main else group, hashes)
 
     # -- events ---------------------------------------------------------------------------------------
@@ -146,7 +150,7 @@ class KvEvents:
             for group, hashes in _by_group(removed).items()
         ]
         events = [*gone, *self._stored(in_order)]
-        if len(self.notes) > 2 * len(self._blocks):  # forget notes of blocks that have left the table
+        if len(self.notes) > 2 * len(self._blocks):  # forget notes of blocks that have left the block table
             for group, hashes in _by_group(self.notes).items():
                 for block_hash, row in zip(hashes, self._find_rows(group, hashes).tolist(), strict=True):
                     if row < 0:
@@ -154,7 +158,7 @@ class KvEvents:
         return events
 
     def event(self, name: BlockName, medium: str) -> BlockStored | None:
-        """Return the event of a block stored in a medium; None if the block's tokens are unknown."""
+        """Return BlockStored for a block in this medium; None if the block has no note."""
         note = self._find(name)
         return None if note is None else self._begun(name, note, medium)
 
@@ -169,9 +173,9 @@ class KvEvents:
             return None
 
     def _stored(self, names: Iterable[BlockName]) -> list[BlockStored]:
-        """Return an event for each run of consecutive blocks of one session and adapter."""
+        """Return an event for each run of consecutive blocks with equal `source`. Leave out blocks without a note."""
         events: list[BlockStored] = []
-        ends: dict[tuple[object, ...], BlockStored] = {}  # runs, by group, last hash and source
+        ends: dict[tuple[object, ...], BlockStored] = {}  # by group, hash of the last block, and source
         for name in names:
             if (note := self._find(name)) is None:
                 continue

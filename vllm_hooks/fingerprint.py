@@ -1,4 +1,7 @@
-"""Fingerprints and namespaces of model, weights and codec. They must agree before a compressed block is read."""
+"""Fingerprint of compressed blocks, which is in each block's header, and namespace of stores that outlive the engine.
+
+Such a store is searched only under the engine's namespace. A block with another fingerprint is not decoded.
+"""
 
 import hashlib
 import json
@@ -28,9 +31,11 @@ def fingerprint(
     facts: ModelFacts = NO_FACTS,
     sharding: Sharding = ONE_RANK,
 ) -> bytes:
-    """Return a digest of everything that decides what this rank's blocks mean, except which heads a shard has.
+    """Return a digest, 16 bytes, of the facts that decide how a group's blocks of this rank are decoded.
 
-    namespace: name of a store that outlives the engine, which stands for the model; empty for other stores.
+    The heads of this rank count only if `sharding.heads` is 0. Otherwise engines with other numbers of tensor-parallel
+    ranks can read the blocks.
+    namespace: name of the namespace, which stands for the model, if the store outlives the engine; else empty.
     """
     model, rank = vllm_config.model_config, vllm_config.parallel_config.rank
     parts: dict[str, object] = {
@@ -65,9 +70,10 @@ def fingerprint(
 
 
 def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Groups", weights: str) -> Namespace:
-    """Return the namespace of lasting blocks. Engines that can read each other's blocks have the same.
+    """Return the namespace of blocks that outlive the engine. Engines that can share blocks have the same namespace.
 
-    It does not depend on the codec, which each block names. weights: digest of all loaded weights.
+    The codec of keys and values does not count, because each block's header names it; the codec of states does.
+    weights: digest of all loaded weights.
     """
     group = groups.main
     sharding = Sharding.of(vllm_config, groups)
@@ -75,7 +81,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
     if any(each.group.is_state for each in groups.at_points):
         further.append(config.codec.state)
     if groups.again and further:
-        further.append(groups.again)  # resume points are at different depths
+        further.append(groups.again)  # a resume point has its blocks before the last blocks of a hit
     cache, keys = vllm_config.cache_config, keys_of(config.sealing)
     return Namespace.of(
         config.tiers.redis.prefix,
@@ -95,15 +101,16 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
 
 
 def _group_identity(group: "KvCacheGroup", sharding: Sharding) -> list[object]:
-    """Return facts about a group's blocks that are the same for each number of pipeline stages."""
+    """Return facts about a group's blocks that do not depend on the number of pipeline stages."""
     shape = group.shape if group.is_packed else [sharding.heads or group.shape[1], *group.shape[2:]]
     return [group.index, group.dtype_name, group.tokens, shape]
 
 
 def model_identity(vllm_config: "VllmConfig", weights: str) -> dict[str, object]:
-    """Return all facts that decide the KV of a model and draft: configuration, with overrides, code and weights.
+    """Return the facts that decide the KV of a model and of its draft model, such as configuration, code and weights.
 
-    The model's path and --max-model-len are left out. weights: digest of all weights, a draft's included.
+    The configuration has vLLM's overrides, but not the model's path or --max-model-len. weights: digest of all weights,
+    the draft's included.
     """
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     identity = {
@@ -122,7 +129,7 @@ def _identity(model: "ModelConfig") -> dict[str, object]:
 
 
 def _settings(config: object) -> object:
-    """Return a model's configuration without its path, and without the version of Transformers that wrote it."""
+    """Return a configuration without private keys, such as the path, and without the version of Transformers."""
     if not isinstance(config, dict):
         return config
     named = {key: value for key, value in config.items() if not str(key).startswith("_")}
@@ -130,7 +137,7 @@ def _settings(config: object) -> object:
 
 
 def _code(model: "ModelConfig") -> str:
-    """Digest of the Python files in the model's folder or the hub's cache, for --trust-remote-code; empty without."""
+    """Return a digest of the Python files in the model's folder, for --trust-remote-code; empty if there are none."""
     if (folder := model_folder(model.model, model.revision)) is None:
         return ""
     files, digest = sorted(folder.rglob("*.py")), hashlib.sha256()

@@ -1,5 +1,6 @@
-"""KV cache groups of a model: how each is stored, and which of its blocks a resume point needs.
+"""KV cache groups of a model: the form in which each is stored, and the blocks that a resume point needs.
 
+A resume point is a length of a session at which every stored group has the blocks that a request needs to go on.
 `SPECS` has an entry for each class of vLLM's KV cache specs. A group whose layout no codec knows is stored as bytes.
 """
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 NO_LATENTS = Latents()
 EVERY = 1 << 40
-"""Number of tokens that a layer with full attention looks back: more than any context."""
+"""Reach of a layer with full attention, in tokens: more than any context. See `SpecEntry`."""
 
 
 class StoredAs(StrEnum):
@@ -34,9 +35,9 @@ class StoredAs(StrEnum):
     """By the configured codec, if it knows the layers' layout; else as bytes."""
     BYTES = "bytes"
     NOTHING = "nothing"
-    """Not at all, because vLLM does not look for such blocks in the prefix cache."""
+    """Not stored, because vLLM does not look for such blocks in the prefix cache."""
     REFUSED = "refused"
-    """Not at all, though requests need the blocks: such a model is refused at start."""
+    """Not stored, although requests need the blocks: the engine's start fails with UnsupportedError."""
 
 
 Coded: TypeAlias = tuple[int, Scales | None]
@@ -47,8 +48,9 @@ LayoutOf: TypeAlias = Callable[[Any, str, Latents], Coded | None]
 class SpecEntry(NamedTuple):
     """Storage of the groups whose specs are of one class.
 
-    reach: returns the number of tokens that a layer looks back, the current token included. layouts: return the layout
-    if a codec knows it; take spec, name of the dtype and the model's latents.
+    reach: takes a spec, and returns the number of last tokens whose KV a layer reads for a token, that token included.
+    layouts: functions that take a spec, the name of the dtype, and the model's latents (MLA). Each returns the layout
+    if a codec knows it, else None.
     """
 
     stored: StoredAs
@@ -57,7 +59,7 @@ class SpecEntry(NamedTuple):
 
 
 def _keys_and_values(spec: Any, dtype: str, latents: Latents) -> Coded | None:
-    """Layout of a block with as many numbers for keys as for values, and nothing else."""
+    """Return the layout of keys and values, if a block has equally many numbers for both, and nothing else."""
     heads = 2 * spec.num_kv_heads * spec.block_size * spec.head_size * spec.dtype.itemsize
     is_known = dtype in FP8 or spec.dtype in DTYPES
     fits = is_known and spec.head_size_v == spec.head_size and spec.unpadded_page_size_bytes == heads
@@ -65,7 +67,7 @@ def _keys_and_values(spec: Any, dtype: str, latents: Latents) -> Coded | None:
 
 
 def _latents(spec: Any, dtype: str, latents: Latents) -> Coded | None:
-    """Layout of a latent and the part of the key with RoPE for each token, in the model's dtype or in fp8."""
+    """Return the layout of MLA: for each token a latent, then the key's part with RoPE, in the spec's dtype or fp8."""
     from vllm.v1.kv_cache_interface import SparseCacheRole
 
     nbytes = spec.block_size * spec.head_size * spec.dtype.itemsize
@@ -77,16 +79,16 @@ def _latents(spec: Any, dtype: str, latents: Latents) -> Coded | None:
 
 
 def _rows_of_656(spec: Any, dtype: str, latents: Latents) -> Coded | None:
-    """Layout fp8_ds_mla of DeepSeek V3.2: 512 numbers in fp8, four float32 scales, and RoPE's 64 numbers in bf16."""
+    """Return layout fp8_ds_mla of DeepSeek V3.2. A token has 656 bytes: 512 fp8, 4 float32 scales, 64 bf16 for RoPE."""
     is_known = dtype == DS_MLA and latents.numbers == 512 and spec.state_content_bytes == 656
     fits = is_known and spec.page_size_bytes == spec.block_size * 656
     return (512, Scales(row=656, piece=128, nbytes=4, stride=144, place=0, rope_at=16)) if fits else None
 
 
 def _states_of_584(spec: Any, dtype: str, latents: Latents) -> Coded | None:
-    """Layout fp8_ds_mla of DeepSeek V4, of states of four tokens: 448 numbers in fp8, and RoPE's 64 numbers in bf16.
+    """Return layout fp8_ds_mla of DeepSeek V4, with a state for four tokens: 448 numbers in fp8, 64 in bf16 for RoPE.
 
-    Behind all states of a block come the exponents of each state's seven scales, and a byte of 0; then padding.
+    Behind all states of a block come 8 bytes for each state: the exponents of seven scales, and a 0. Padding follows.
     """
     is_known = dtype == DS_MLA and spec.state_content_bytes == 584 and spec.tokens_per_state == 4
     fits = is_known and spec.head_size == 512 and spec.page_size_bytes >= spec.block_size // 4 * 584
@@ -106,18 +108,21 @@ SPECS: Mapping[str, SpecEntry] = {
     "SlidingWindowSpec": SpecEntry(StoredAs.CODED, _window, (_keys_and_values,)),
     "SlidingWindowMLASpec": SpecEntry(StoredAs.CODED, _window, (_latents,)),
     "ChunkedLocalAttentionSpec": SpecEntry(StoredAs.CODED, lambda spec: spec.attention_chunk_size, (_keys_and_values,)),
-    "MambaSpec": SpecEntry(StoredAs.CODED, lambda spec: 1),  # by `codec.state`, in blocks of bytes
+    "MambaSpec": SpecEntry(StoredAs.CODED, lambda spec: 1),  # bytes, for the codec `codec.state`
     "CircularBufferSpec": SpecEntry(StoredAs.NOTHING),
     "EncoderOnlyAttentionSpec": SpecEntry(StoredAs.NOTHING),
     "HiSparseHotSpec": SpecEntry(StoredAs.NOTHING),
     "HiSparseResidentSpec": SpecEntry(StoredAs.NOTHING),
     "CrossAttentionSpec": SpecEntry(StoredAs.REFUSED),
 }
-"""Entries by the name of vLLM's class, because releases have different classes."""
+"""Entries by the name of vLLM's class of specs. Names, because no release has all classes."""
 
 
 def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
-    """Return the entry of the spec's class; else its nearest base's, with BYTES for CODED; None if none has one."""
+    """Return the entry of the spec's class, or else of the nearest base class that has one; None without any.
+
+    The entry of a base class has BYTES instead of CODED, because a derived class may have another layout.
+    """
     names = [each.__name__ for each in type(spec).__mro__]
     found = next((SPECS[name] for name in names if name in SPECS), None)
     if found is None or names[0] in SPECS or found.stored is not StoredAs.CODED:
@@ -126,7 +131,7 @@ def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
 
 
 class Context(NamedTuple):
-    """Context parallelism of decoding: `ranks` ranks hold a block's tokens in turn, `run` consecutive tokens each."""
+    """Decode context parallelism: runs of `run` consecutive tokens go to `ranks` ranks in turn."""
 
     ranks: int = 1
     run: int = 1
@@ -137,7 +142,7 @@ class Context(NamedTuple):
         return cls(ranks, parallel.cp_kv_cache_interleave_size) if ranks > 1 else ALONE
 
     def first_tokens(self, tokens: int) -> int:
-        """Return the most tokens that a rank has of a session's first `tokens` tokens."""
+        """Return the most tokens that any rank has of a session's first `tokens` tokens."""
         return -(-tokens // (self.run * self.ranks)) * self.run
 
 
@@ -148,17 +153,20 @@ ALONE = Context()
 class KvCacheGroup:
     """KV cache group that is stored.
 
+    Coded layers are layers whose numbers a codec encodes. All other layers are stored as bytes.
+
     Args:
-        index: number among vLLM's groups.
-        spec: vLLM's spec of the coded layers; of the first layer if blocks are stored as bytes.
-        layers: number of layers. names: their names.
+        index: index among vLLM's groups.
+        spec: vLLM's spec of the coded layers; of the first layer if there are none.
+        layers: number of coded layers, or of all layers if there are none. names: names of these layers.
         cache_dtype: dtype of the numbers, as in --kv-cache-dtype; for a state, dtypes and shapes of the tensors.
-        layer_nbytes: bytes of a block in each layer, if blocks are stored as bytes; else empty.
-        starts: offset of these bytes in a layer's block; empty for 0.
-        latent: numbers of a token's latent (MLA); 0 for keys and values.
-        context: context parallelism.
-        beside: group of the other layers, stored as bytes in the same compressed blocks; None if there are none.
-        scales: of latents in fp8 that have their own, in rows of bytes: a latent, then RoPE's part.
+        layer_nbytes: if all layers are stored as bytes, number of bytes of a block in each layer; else empty.
+        latent: count of numbers of a token's latent in a layer (MLA); 0 for keys and values.
+        context: decode context parallelism.
+        beside: group of bytes in the same compressed blocks: layers that are not coded, and scales behind the states of
+            a block; None if there are none.
+        scales: position of the scales if each token's latent in fp8 has scales; else None.
+        starts: for each layer, offset of the `layer_nbytes` bytes in the layer's block; empty if all offsets are 0.
     """
 
     index: int
@@ -175,63 +183,63 @@ class KvCacheGroup:
 
     @property
     def states(self) -> int:
-        """Number of a block's states on a rank: of its tokens, except where a layer has a state for several tokens."""
+        """Number of states (entries of the cache) in a rank's block: one for each `state_tokens` tokens."""
         return int(self.spec.block_size / self.state_tokens)
 
     @property
     def state_tokens(self) -> int:
-        """Number of tokens of a coded state."""
+        """Number of tokens for which a coded layer has one state: 1, but 4 in DeepSeek V4."""
         return int(self.spec.tokens_per_state) if self.scales else 1
 
     def first_states(self, tokens: int) -> int:
-        """Return the most states that a rank has of a session's first `tokens` tokens."""
+        """Return the most states that any rank has of a session's first `tokens` tokens."""
         return -(-self.context.first_tokens(tokens) // self.state_tokens)
 
     def of_a_rank(self, transfer: Transfer) -> Transfer:
-        """Return a transfer with numbers of states of one rank instead of tokens."""
+        """Return a transfer whose `first_token` and `exact_tokens` count states of one rank instead of tokens."""
         first = transfer.first_token // (self.context.ranks * self.state_tokens)
         return replace(transfer, first_token=first, exact_tokens=self.first_states(transfer.exact_tokens))
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in a block, on all ranks of context parallelism together."""
+        """Number of tokens in a block, on all ranks of decode context parallelism together."""
         return int(self.spec.block_size) * self.context.ranks
 
     @property
     def is_packed(self) -> bool:
-        """True if blocks are stored as bytes."""
+        """True if all layers are stored as bytes."""
         return bool(self.layer_nbytes)
 
     @property
     def is_state(self) -> bool:
-        """True if a block is the layers' state after the block's last token."""
+        """True if a block is the recurrent state (Mamba) of the layers after the block's last token."""
         from vllm.v1.kv_cache_interface import MambaSpec
 
         return isinstance(self.spec, MambaSpec)
 
     @property
     def dtype_name(self) -> str:
-        """Name that tells dtypes apart, also those of equal size."""
+        """Name of the dtype, different for all dtypes, equally large ones included."""
         if self.is_packed or self.scales:
             return self.cache_dtype
         return FP8[self.cache_dtype].name if self.cache_dtype in FP8 else str(self.spec.dtype)
 
     @property
     def shape(self) -> list[int]:
-        """Number of layers, heads, head_dim, and a latent's numbers if any; or the bytes of each layer."""
+        """Layers, KV heads and head size, and `latent` if not 0, of a rank; if `is_packed`, instead `layer_nbytes`."""
         latent = [self.latent] if self.latent else []
         return list(self.layer_nbytes) or [self.layers, self.spec.num_kv_heads, self.spec.head_size, *latent]
 
     @property
     def page_nbytes(self) -> int:
-        """Number of bytes of a block in vLLM's pool, in all layers, without padding behind scales."""
+        """Number of bytes of a rank's block in vLLM's pool, in all layers, without padding behind scales."""
         page = self.scales.row * self.states if self.scales else self.spec.page_size_bytes
         own = sum(self.layer_nbytes) or page * self.layers
         return own + (self.beside.page_nbytes if self.beside else 0)
 
 
 class Part(NamedTuple):
-    """Block of another group that a resume point needs, at position `at` of the group, of tokens up to `end`."""
+    """Block that a resume point needs: block `at` of a session in the group, with tokens `first_token` to `end - 1`."""
 
     group: int
     at: int
@@ -240,16 +248,16 @@ class Part(NamedTuple):
 
 
 class PointGroup(NamedTuple):
-    """Group of which resume points need blocks: each stored group but the main group, and a main group with a window.
+    """Group with blocks that are stored for resume points only: any group but a main group with full attention.
 
-    reach: number of tokens that the layers look back, the current token included; 1 for states.
+    reach: see `SpecEntry`; 1 for states.
     """
 
     group: KvCacheGroup
     reach: int
 
     def needed(self, tokens: int) -> Iterator[Part]:
-        """Yield the blocks that a resume point at `tokens` tokens needs, the same that vLLM allocates for a load."""
+        """Yield the blocks that a resume point at `tokens` tokens needs. vLLM allocates the same blocks for a load."""
         size = self.group.tokens
         start = manager_of(self.group.spec).get_num_skipped_tokens(tokens) // size
         return (Part(self.group.index, at, at * size, (at + 1) * size) for at in range(start, tokens // size))
@@ -259,12 +267,12 @@ class Groups(NamedTuple):
     """KV cache groups of a model.
 
     Args:
-        main: group whose blocks make up sessions; also among `at_points` if no group has full attention.
-        at_points: groups of which resume points need blocks.
-        again: see `blocks_computed_again`.
-        unstored: for each group that is not stored, the tokens in a block.
+        main: group whose block hashes make up sessions. It is also in `at_points` if no group has full attention.
+        at_points: groups with blocks that are stored for resume points only.
+        again: number of blocks at the end of a prefix cache hit that vLLM computes again, for some drafts.
+        unstored: for each group that is not stored, the number of tokens in a block.
         replicas: number of consecutive tensor-parallel ranks that have the same blocks, as with latents (MLA).
-        unit: number of tokens between two of vLLM's hashes; None for the greatest common divisor of all block sizes.
+        unit: number of tokens between two of vLLM's hashes; None for the greatest common divisor of stored block sizes.
     """
 
     main: KvCacheGroup
@@ -276,12 +284,12 @@ class Groups(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """True if resume points need all blocks of the main group, not only a window."""
+        """True if a resume point needs all earlier blocks of the main group, not only a window."""
         return len(self.others) == len(self.at_points)
 
     @property
     def is_even(self) -> bool:
-        """True if the blocks of all stored groups have equally many tokens, and therefore the same hashes."""
+        """True if `is_whole`, and all groups have equally large blocks, in tokens, and therefore the same hashes."""
         return self.is_whole and len(set(self._sizes)) == 1
 
     @property
@@ -301,34 +309,34 @@ class Groups(NamedTuple):
 
     @property
     def resume_tokens(self) -> int:
-        """Number of tokens between two resume points. Blocks of all groups end at a resume point."""
+        """Number of tokens from a possible resume point to the next. In every group a block ends at a resume point."""
         return math.lcm(*self._sizes, *self.unstored)
 
     @property
     def is_expected(self) -> bool:
         """True if vLLM would find a prefetched session's blocks, so that prefetches are of use.
 
-        All groups must have the same hashes. With a draft that computes blocks again, vLLM accepts a window only if
-        there is another block behind it.
+        All groups must have the same hashes. If vLLM computes `again` blocks again, vLLM finds a window only with
+        another block behind the window.
         """
         return self.is_even and not (self.again and any(1 < each.reach < EVERY for each in self.at_points))
 
     @property
     def last_tokens(self) -> int:
-        """Number of prompt tokens that vLLM computes on a full hit: 1; 0 for several groups and `again`."""
+        """Number of prompt tokens that vLLM computes on a full hit: 1; 0 with `again` and several stored groups."""
         return 0 if self.again and self.others else 1
 
     def deepest(self, depth: int) -> int:
-        """Return the greatest depth up to `depth` at which a resume point may be; 0 if there is none.
+        """Return the greatest possible depth of a resume point up to `depth`; 0 if there is none.
 
-        Blocks of all groups end `again` blocks before this depth.
+        A depth is a number of first blocks of the main group. In every group a block ends `again` blocks before it.
         """
         end = depth - self.again
         end -= end % (self.resume_tokens // self.main.tokens)
         return end + self.again if end > 0 else 0
 
     def parts(self, depth: int) -> Iterator[Part]:
-        """Yield the blocks of further groups that a resume point at `depth` needs, group by group."""
+        """Yield the blocks of `at_points` that a resume point at `depth` needs, group by group."""
         end = max(0, depth - self.again)
         tokens = end * self.main.tokens
         return (part for each in self.at_points for part in each.needed(tokens)) if end else iter(())
@@ -336,9 +344,9 @@ class Groups(NamedTuple):
     def held(self, tokens: int, in_flight: int) -> int:
         """Return the most blocks, of all groups, that a request of `tokens` tokens uses.
 
-        in_flight: most tokens of a request in steps that vLLM has scheduled and that have not ended. A state has its
-        last block, the next one, and one for each token that a draft proposes. A group that is not stored is a buffer
-        of one block.
+        in_flight: most tokens of a request in steps that vLLM has scheduled and that have not ended. A group of states
+        has its last block, its next block, and a block for each token that a draft proposes. A group that is not stored
+        counts as one block.
         """
         main = -(-tokens // self.main.tokens) if self.is_whole else 0
         others = 0
@@ -349,13 +357,13 @@ class Groups(NamedTuple):
         return main + others + len(self.unstored) + self._proposed
 
     def taken(self, tokens: int, requests: int) -> int:
-        """Return the most blocks, of all groups, that a step takes for `tokens` tokens of `requests` requests."""
+        """Return the most blocks, of all stored groups, that a step takes from the pool for its tokens and requests."""
         sizes = self._sizes if self.is_whole else self._sizes[1:]
         return sum(-(-tokens // size) + requests for size in sizes) + requests * self._proposed
 
     @property
     def _proposed(self) -> int:
-        """Number of a request's blocks of states for tokens that a draft proposes."""
+        """Number of blocks of states that a request has for tokens proposed by a draft."""
         return sum(getattr(each.group.spec, "num_speculative_blocks", 0) for each in self.at_points)
 
     @property
@@ -372,12 +380,13 @@ def groups_of(
 ) -> Groups:
     """Return the KV cache groups of a model. Raises UnsupportedError for a needed group that cannot be stored.
 
-    The main group has full attention if any has. It is a coded group if possible, and has the largest blocks.
+    The main group has full attention if any group has, and never consists of states. Of the groups left, coded groups
+    go first, then the largest blocks decide.
 
     Args:
         cache: vLLM's configuration of the cache; None for a cache that is not quantized.
-        context: context parallelism, for groups whose tokens are spread over ranks.
-        as_bytes: numbers of groups that are stored as bytes in any case.
+        context: decode context parallelism, for groups whose tokens are spread over ranks.
+        as_bytes: indices of groups that are stored as bytes in any case.
     """
     pages, found, unstored = page_nbytes(kv_cache_config), list[PointGroup](), list[int]()
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -406,7 +415,7 @@ def groups_of(
     at_points = [each for each in found if each is not main or main.reach < EVERY]
     made = Groups(main.group, at_points, unstored=tuple(unstored), replicas=kv_cache_config.kv_tp_replicas)
     if any(each.group.is_state and each.group.spec.mamba_cache_mode != "align" for each in at_points):
-        return made._replace(unit=made.resume_tokens)  # as vLLM does
+        return made._replace(unit=made.resume_tokens)  # vLLM then hashes once a scheduler block
     return made._replace(unit=None if cache is None else cache.prefix_match_unit)
 
 
@@ -418,7 +427,7 @@ def groups_for(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", as_b
 
 
 def config_for(vllm_config: "VllmConfig", groups: Groups) -> ManthanConfig:
-    """Return an engine's configuration, with codec exact if the main group's blocks are bytes."""
+    """Return an engine's configuration, with codec exact if all layers of the main group are stored as bytes."""
     config = from_vllm_config(vllm_config)
     if not groups.main.is_packed:
         return config
@@ -426,11 +435,12 @@ def config_for(vllm_config: "VllmConfig", groups: Groups) -> ManthanConfig:
 
 
 def on_all_ranks(told: Sequence[Groups]) -> Groups:
-    """Return groups, each as on the rank with most bytes of it, because stages of a pipeline may differ.
+    """Return the groups of an engine, each as on the rank with the largest blocks of the group.
 
-    vLLM's scheduler does not know all: of a group's layers with several specs it sees a single one.
+    Pipeline stages may have different layers. The workers are asked, because vLLM's scheduler knows only one spec of a
+    group whose layers have several.
 
-    told: groups of each rank. Raises UnsupportedError if a stage has no layer of a group.
+    told: groups of each rank. Raises UnsupportedError if a rank has no layer of a group.
     """
     by_rank = [{group.index: group for group in groups.stored} for groups in told]
 
@@ -449,7 +459,7 @@ def on_all_ranks(told: Sequence[Groups]) -> Groups:
 
 
 def _one_of(spec: Any) -> Any:
-    """Return the spec of a group's first layer, which vLLM's scheduler uses if layers have different shapes."""
+    """Return the spec of a group's first layer, as vLLM's scheduler does for layers with several specs."""
     several = getattr(spec, "kv_cache_specs", None)
     return spec if several is None else next(iter(several.values()))
 
@@ -463,7 +473,11 @@ def _group(
     *,
     can_code: bool,
 ) -> KvCacheGroup:
-    """Return a group. Layers whose layout no codec knows are stored as bytes. pages: see `page_nbytes`."""
+    """Return a stored group, with its layers divided into coded layers and layers stored as bytes.
+
+    All layers are stored as bytes if coded layers differ in shape or dtype, if `beside` does not fit UNIT, or if
+    `can_code` is False. pages: see `page_nbytes`.
+    """
     names = tuple(group.layer_names)
     specs: Mapping[str, Any] = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(names, group.kv_cache_spec))
 
@@ -498,7 +512,7 @@ def _group(
 
 
 def _scales_behind(group: KvCacheGroup) -> KvCacheGroup:
-    """Return the group of a group's raw bytes, first its layers' scales, which lie behind all states of a block."""
+    """Return the group of bytes for `beside`: the scales behind all states of a block, then the earlier `beside`."""
     assert group.scales is not None
     sizes, starts = (tuple([each * group.states] * group.layers) for each in (group.scales.stride, group.scales.row))
     names, other = group.names, group.beside
@@ -508,7 +522,7 @@ def _scales_behind(group: KvCacheGroup) -> KvCacheGroup:
 
 
 UNIT = 16
-"""Bytes that kernels copy at once. Sizes of sections stored as bytes must be multiples."""
+"""Number of bytes that kernels copy at once. A layer's bytes in `beside` must be a multiple of this."""
 
 
 def _coded(spec: Any, cache: "CacheConfig | None", latents: Latents) -> Coded | None:
@@ -520,19 +534,19 @@ def _coded(spec: Any, cache: "CacheConfig | None", latents: Latents) -> Coded | 
 
 
 def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
-    """Return the dtype of a group's numbers, named like --kv-cache-dtype or by the spec."""
+    """Return the dtype of a group's numbers, as a value of --kv-cache-dtype or as the spec names the dtype."""
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     dtype = getattr(spec, "cache_dtype_str", None) or ("auto" if cache is None else cache.cache_dtype)
     if dtype == "auto" and getattr(spec, "kv_quant_mode", None) is KVQuantMode.FP8_PER_TENSOR:
-        return E4M3  # set by the model
+        return E4M3  # the model asks for fp8, not the flag
     return str(dtype)
 
 
 def page_nbytes(kv_cache_config: "KVCacheConfig") -> dict[str, int]:
-    """Return the bytes of a block by layer.
+    """Return the number of bytes of a block in one layer, by the layer's name.
 
-    Either blocks or layers are adjacent in memory, so that the smaller distance is a block's size.
+    Either a layer's blocks or a block's layers are adjacent in memory, so that the smaller stride is that number.
     """
     tensors = kv_cache_config.kv_cache_tensors
     return {name: min(each.layer_stride, each.block_stride) for each in tensors for name in each.layers}

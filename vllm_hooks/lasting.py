@@ -1,4 +1,7 @@
-"""Stores that outlive an engine: a disk with a folder and a journal, and Redis."""
+"""Stores that outlive an engine: a folder on disk, with a journal of sessions, and Redis.
+
+A rank stores a shard of each block: its KV heads and layers. Ranks with the same KV have the same shard.
+"""
 
 import multiprocessing
 import os
@@ -40,13 +43,13 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 LOAD_THREADS = 2
-"""Threads of a worker that read Redis: one for requests, and one for prefetches."""
+"""Number of threads of a worker that read Redis for loads: one for requests, and one for prefetches."""
 PATIENCE_S = 10.0
-"""Most seconds to wait until the engine of a killed server has ended and unlocked the folder."""
+"""Most seconds to wait until the engine of a killed server has ended and unlocked the disk's folder."""
 
 
 def check_disk(vllm_config: "VllmConfig") -> None:
-    """Raise ConfigError for an unusable folder, or for ranks on several hosts."""
+    """Raise ConfigError if tiers are on disk and the folder is unusable, or ranks are on several hosts."""
     config, hosts = from_vllm_config(vllm_config), vllm_config.parallel_config.nnodes_within_dp
     if not config.tiers.is_on_disk:
         return
@@ -59,7 +62,7 @@ def check_disk(vllm_config: "VllmConfig") -> None:
 
 
 def check_redis(vllm_config: "VllmConfig") -> None:
-    """Log a warning if Redis does not answer, or would refuse writes when full.
+    """Log a warning if a configured Redis does not answer, or would refuse writes when full.
 
     Raises ConfigError if Redis refuses the user or password, or is too old.
     """
@@ -75,9 +78,9 @@ def check_redis(vllm_config: "VllmConfig") -> None:
 
 
 def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, shard: Shard, nbytes: int) -> ArenaTier:
-    """Return the tier on disk of a rank with this shard. Raises ConfigError if another server uses the folder.
+    """Return a rank's tier on disk. Raises ConfigError if another server uses the folder.
 
-    name: of the namespace. nbytes: budget of all ranks.
+    name: name of the namespace. shard: the rank's shard. nbytes: budget of all shards together.
     """
     return open_rank(_root(config, parallel), name, shard, nbytes // shard.of)
 
@@ -85,9 +88,10 @@ def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, shar
 def open_left(
     config: ManthanConfig, parallel: "ParallelConfig", name: str, sharding: Sharding, shard: Shard
 ) -> tuple[list[dict[Shard, ArenaTier]], list[ArenaTier]]:
-    """Return tiers of blocks left by servers with other numbers of ranks, for `ShardedTier`: `others`, and `copies`.
+    """Return the arguments `others` and `copies` of `ShardedTier`: tiers left by servers with other numbers of ranks.
 
-    shard: of this rank's own tier on disk.
+    name: name of the namespace. shard: shard of this rank's own tier on disk. An element of `others` has the tiers with
+    this rank's heads, by shard.
     """
     root = _root(config, parallel)
     sources, copies = list[dict[Shard, ArenaTier]](), list[ArenaTier]()
@@ -109,7 +113,7 @@ def make_sessions(
     ring: Callable[[], None],
     sharding: Sharding,
 ) -> RedisSessions:
-    """Return the engine's sessions in Redis. owner: name of the engine. ring: called, on any thread, to wake it."""
+    """Return the engine's access to sessions in Redis. owner: name of the engine. ring: wakes it, from any thread."""
     others = sharding.others() if reads_others(vllm_config, sharding) else []
     facts = {"model": vllm_config.model_config.model, "engine": owner}
     keys = keys_of(config.sealing)
@@ -126,7 +130,7 @@ def make_sessions(
 
 
 def make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Sharding) -> Tier:
-    """Return a rank's tiers that outlive the engine, behind the tier in RAM. Raises ConfigError."""
+    """Return a rank's tiers that outlive the engine, as a single tier. Raises ConfigError."""
     config, parallel = from_vllm_config(vllm_config), vllm_config.parallel_config
     keys, rank = keys_of(config.sealing), parallel.rank
     sealer = Sealer(keys, namespace.name) if keys else None
@@ -158,9 +162,10 @@ def make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Shardi
 
 
 class DiskBooks:
-    """Lock of the folder, and the journal. Ranks must have opened their tiers before. name: of the namespace.
+    """The disk's folder for the engine core: lock, blocks that earlier servers left, and journal.
 
-    Raises ConfigError if another server uses the folder.
+    Ranks must have opened their tiers before. name: name of the namespace. Removes folders of other namespaces, and
+    shards that this engine cannot read. Raises ConfigError if another server uses the folder.
     """
 
     def __init__(self, vllm_config: "VllmConfig", config: ManthanConfig, name: str, sharding: Sharding) -> None:
@@ -178,11 +183,12 @@ class DiskBooks:
     def link(
         self, manager: SessionManager, fronts: Sequence[FrontTier], notes: MutableMapping[BlockName, bytes] | None
     ) -> JournalLink:
-        """Return the link of the engine's sessions to the journal. Args: see `JournalLink`."""
+        """Return a new `JournalLink` between the engine's sessions and the journal. Args: see `JournalLink`."""
         sealer = Sealer(self._keys, self._folder.name) if self._keys else None
         return JournalLink(Journal(self._folder, sealer), manager, fronts, notes)
 
     def adopt(self, link: JournalLink) -> None:
+        """Enter the sessions and blocks that earlier servers left into the engine's tables."""
         began = time.monotonic()
         left = [self._left(count) for count in self._counts if count != self._shards]
         others = {name: sum(sizes.get(name, 0) for sizes in left) for sizes in left for name in sizes}
@@ -202,7 +208,7 @@ class DiskBooks:
             )
 
     def _left(self, count: int) -> dict[BlockName, int]:
-        """Return the bytes that each block of a server with `count` ranks takes; 0 if one of its shards is missing."""
+        """Return the bytes of each block left by servers with `count` shards; 0 if one of its shards is missing."""
         other = self._sharding.with_ranks(count // self._sharding.stages)
         ranks = [found_in(self._folder, Shard(rank, count)) for rank in range(count)]
         names = dict.fromkeys(name for rank in ranks for name in rank)
@@ -215,7 +221,7 @@ class DiskBooks:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent, the server, has ended. Otherwise no new server could lock the folder."""
+    """End this process when its parent, the server, has ended, so that a new server can lock the folder."""
 
     def watch(parent: ParentProcess) -> None:
         parent.join()

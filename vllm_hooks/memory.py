@@ -1,4 +1,4 @@
-"""Sizes of this model's blocks: bytes in vLLM's pool, and bytes compressed."""
+"""Sizes of a model's blocks, by KV cache group: bytes in vLLM's pool, and bytes of the compressed block."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,15 +25,19 @@ if TYPE_CHECKING:
 
 
 HIGH_RATIO = 9
-"""Largest compression ratio of a codec without refinements whose blocks serve requests with `quality: high`."""
+"""Largest compression ratio at which blocks without refinements serve requests with the hint `quality: high`.
+
+Refinements are parts of a compressed block that make the KV finer, and that tiers can cut off. Each begins a new level.
+"""
 MOST = 0xFFFF
 """Largest dimension in a compressed block's header."""
 
 
 class Shards(NamedTuple):
-    """Ranks that each have a shard of a block. room: returns the bytes that a block takes of a tier's budget.
+    """Ranks that each have a shard of a block. room: takes a shard's bytes, returns its bytes of a tier's budget.
 
-    can_trim: True if tiers cut blocks. copies: number of consecutive ranks of which the first stores the shard.
+    can_trim: True if tiers can cut refinements off. copies: number of consecutive ranks with the same shard, which only
+    the first of them stores.
     """
 
     ranks: int
@@ -43,12 +47,12 @@ class Shards(NamedTuple):
 
     @property
     def stored(self) -> int:
-        """Number of shards that are stored."""
+        """Number of shards of a block that are stored."""
         return self.ranks // self.copies
 
 
 def block_shape(group: "KvCacheGroup") -> BlockShape:
-    """Shape of a rank's block of a KV cache group."""
+    """Return the shape of a rank's block of a KV cache group, for codecs."""
     if group.is_packed:
         return packed_shape(group.layer_nbytes, group.spec.block_size)
     spec, raw = group.spec, block_shape(group.beside) if group.beside else None
@@ -60,7 +64,7 @@ def block_shape(group: "KvCacheGroup") -> BlockShape:
 
 
 def packed_shape(layer_nbytes: Sequence[int], tokens: int) -> BlockShape:
-    """Shape of a block of bytes, cut into runs, because a header has 16 bits for each dimension."""
+    """Return the shape of a block that is stored as bytes: any whose dimensions fit into 16 bits each in a header."""
     common = math.gcd(*layer_nbytes)
     rows = math.gcd(common, tokens)
     run = next(run for run in range(min(common // rows, MOST), 0, -1) if common // rows % run == 0)
@@ -81,9 +85,9 @@ def block_format(
 def memory_shapes(
     codec: CodecConfig, groups: "Groups", shards: Shards, profile: Profile | None = None
 ) -> list[MemoryShape]:
-    """Return the sizes of blocks in the configured codec, then in each of the guard's alternatives.
+    """Return the sizes of blocks in the configured codec, then in each codec that the guard may choose instead.
 
-    The alternatives are the finer codecs and, last, blocks of exact tokens only. Raises ConfigError.
+    The guard measures losses, and may choose a finer codec or, last, codec exact for all tokens. Raises ConfigError.
     """
     group, finer = groups.main, finer_codecs(codec.name)
     mains = [group_shape(codec, group, shards, profile)]
@@ -99,7 +103,7 @@ def memory_shapes(
 def group_shape(
     codec: CodecConfig, group: "KvCacheGroup", shards: Shards, profile: Profile | None = None
 ) -> GroupShape:
-    """Return the sizes of a group's blocks in this codec. Raises ConfigError."""
+    """Return the sizes of a group's blocks in the codec `codec.name`. Raises ConfigError."""
     count, room = shards.ranks, shards.room
     firsts = range(0, count, shards.copies)
     facts = [with_states(codec.name, group, rank_facts(profile, group, rank, count)) for rank in firsts]
@@ -129,7 +133,7 @@ def _all_exact(shape: GroupShape, group: "KvCacheGroup", shards: Shards) -> Grou
 def _other(codec: CodecConfig, name: str | None, chosen: str, group: "KvCacheGroup", shards: Shards) -> GroupShape:
     """Return the sizes of blocks of a group that is not the main group.
 
-    name: main group's codec; None if every token is exact. chosen: as in `GroupShape.codec`.
+    name: main group's codec; None to store every token with codec exact. chosen: value of `GroupShape.codec`.
     """
     own = codec_of_other(name or FALLBACK, group, codec.state)
     shape = group_shape(_renamed(codec, own), group, shards)
@@ -141,7 +145,7 @@ def _other(codec: CodecConfig, name: str | None, chosen: str, group: "KvCacheGro
 
 
 def codec_of_other(name: str, group: "KvCacheGroup", state: str) -> str:
-    """Name of the codec of a group that is not the main group, given the main group's codec `name`.
+    """Return the codec of a group that is not the main group. name: codec of the main group.
 
     A profile describes the main group only. States have separate codecs. state: `codec.state` of the configuration.
     """
@@ -151,9 +155,9 @@ def codec_of_other(name: str, group: "KvCacheGroup", state: str) -> str:
 
 
 def with_states(codec: str, group: "KvCacheGroup", facts: ModelFacts) -> ModelFacts:
-    """Return `facts`; for a codec of states with their layout: a matrix for each head, behind a convolution's if any.
+    """Return `facts`, for a codec of states together with the layout of the group's states.
 
-    All else is exact.
+    The codec encodes recurrent states, matrices for each head. It keeps other parts, such as a convolution's, exact.
     """
     if codec not in STATE_CODECS.values():
         return facts
@@ -167,7 +171,7 @@ def with_states(codec: str, group: "KvCacheGroup", facts: ModelFacts) -> ModelFa
 
 
 def rank_facts(profile: Profile | None, group: "KvCacheGroup", rank: int, ranks: int) -> ModelFacts:
-    """Return a profile's facts of a rank's layers and heads. Raises ConfigError for another number of layers."""
+    """Return the facts of a profile for a rank. Raises ConfigError if the profile has another number of layers."""
     if profile is None:
         return NO_FACTS
     if profile.info.layers != group.layers:
@@ -179,9 +183,10 @@ def rank_facts(profile: Profile | None, group: "KvCacheGroup", rank: int, ranks:
 
 
 def exact_counts(codec: CodecConfig, group: "KvCacheGroup") -> dict[int, int]:
-    """Return each possible number of a block's exact first tokens, with the most states of these that one rank has.
+    """Return each possible number of exact first tokens of a block, mapped to the most of their states on one rank.
 
-    A block has no exact tokens; or those of `codec.sink_tokens` that fall into it; or all, if sessions share the block.
+    Exact tokens are stored by codec exact: none; those of a session's first `codec.sink_tokens` tokens in the block; or
+    all, if sessions share the block.
     """
     counts = 0, codec.sink_tokens % group.tokens, group.tokens
     return {exact: group.first_states(exact) for exact in counts}

@@ -1,4 +1,4 @@
-"""Messages between the two halves of the connector: one each way in a step."""
+"""Messages between the scheduler half and the worker halves of the connector: at most one each way in a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,30 +14,30 @@ from manthan.manager.transfer import Transfer, TransferResult
 
 @dataclass
 class ManthanMetadata(KVConnectorMetadata):
-    """Message from scheduler to worker.
+    """Message from the scheduler half to each worker half.
 
-    Loads may begin at once, after `place` and `drops` were obeyed. Stores begin when the step's KV is computed.
+    Loads may begin at once, after `place` and `drops` were obeyed. Stores begin after the step's forward pass.
     """
 
     place: str | None = None
-    """Argument for `Tier.cleared`, because all earlier KV is dropped; None for no change."""
+    """Argument for `Tier.cleared`, by which workers drop all earlier compressed blocks; None to drop none."""
     drops: Sequence[BlocksDropped | BlocksTrimmed] = ()
     stores: Sequence[Transfer] = ()
     loads: Sequence[Transfer] = ()
     tokens: int = 0
     """Number of tokens that the model computes in this step."""
     failed: dict[str, Sequence[int]] = field(default_factory=dict)
-    """By request id, blocks whose loads vLLM waits for, but which will not come; to report as failed."""
+    """By request id, ids of blocks to report to vLLM as failed: vLLM waits for loads of them that never begin."""
     cancels: bool = False
-    """True to answer jobs that have not begun as failed, because the prefix cache is reset."""
+    """True to end transfers early, blocks not yet transferred as failed, because the prefix cache is being reset."""
     may_calibrate: bool = False
-    """True if a profile may be made from this step's KV, because no request in it has a tenant."""
+    """True if a codec's profile may be made from this step's KV. No request that is in the engine has a tenant."""
     revokes: bool = False
-    """True to give up stores whose blocks are not gathered yet, because requests need these blocks."""
+    """True to give up stores whose blocks are not gathered, read out of the pool, yet: requests need the blocks."""
 
 
 class Candidate(NamedTuple):
-    """Profile made from traffic. path: its file. shape: sizes of blocks in its codec."""
+    """Profile of a codec, made from the KV of requests. path: its file. shape: sizes of blocks in that codec."""
 
     path: Path
     shape: MemoryShape
@@ -45,17 +45,19 @@ class Candidate(NamedTuple):
 
 @dataclass
 class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
-    """Message from worker to scheduler, with news since the last step. vLLM has all ranks' messages joined."""
+    """Message from a worker half to the scheduler half, with news since the last step. vLLM joins all ranks'."""
 
     results: list[TransferResult] = field(default_factory=list)
-    """Results, one for each job and rank."""
+    """Results of ended transfers, one for each transfer and rank."""
     gathered: list[int] = field(default_factory=list)
-    """Ids of stores whose blocks are gathered, so that the pool may reuse them; once a rank, not after the result."""
+    """Ids of stores whose blocks a rank has gathered, so that the pool may reuse them. No id comes after its result."""
     verdicts: list[Verdict] = field(default_factory=list)
+    """Newest measurements of codecs by each rank's guard."""
     measured: dict[int, int] = field(default_factory=dict)
-    """Number of blocks that a rank's guard has looked at before the first verdict, by rank, where it changed."""
+    """By rank, number of blocks measured before the first verdict, if the number has changed."""
     candidate: Candidate | None = None
     errors: list[str] = field(default_factory=list)
+    """Names of the worker half's methods that raised an exception."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ManthanWorkerMetadata":
         assert isinstance(other, ManthanWorkerMetadata)

@@ -1,4 +1,7 @@
-"""Returns first: the scheduler's waiting queue, the bound on reordering, and the number of tokens of a step."""
+"""Session returns before first prompts: a waiting queue for vLLM's scheduler, and limits on the tokens of a step.
+
+A session return is a request whose prompt is mostly resident or saved, so that few tokens are left to compute.
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
@@ -12,15 +15,15 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 STEP_S = 0.1
-"""Seconds that a step with several requests should take at most.
+"""Most seconds that a step with several requests should take.
 
-Shorter steps compute less: with 48 agents and an 8B model on an H100, 12,000 prompt tokens a second in steps of
-0.025 s, 19,000 in steps of 0.05 s, 24,000 in full steps.
+In shorter steps fewer tokens are computed in a second. With 48 agents and an 8B model on an H100: 12,000 prompt tokens
+a second in steps of 0.025 s, 19,000 in steps of 0.05 s, 24,000 in steps with vLLM's limit.
 """
 LEAST_TOKENS = 1024
-"""Tokens always allowed in a step. Steps with fewer tell little about a token's time."""
+"""Number of tokens always allowed in a step. From smaller steps the time of a token is not estimated."""
 DECAY = 0.8
-"""Weight of the earlier steps, against the last step."""
+"""Factor on sums of earlier steps' seconds and tokens, at each further step."""
 
 
 class _Entry(NamedTuple):
@@ -34,18 +37,18 @@ class _Entry(NamedTuple):
 
 
 class ReturnsFirstQueue(RequestQueue):
-    """Within one priority, preempted requests first, then by arrival time plus the time that a request stands back.
+    """Waiting queue. In a priority, preempted requests are first, then others in the order of arrival time plus delay.
 
-    A request stands back by up to `bound_s` for the tokens to compute, by all of it for a prompt of a full step or
-    more. A request that the pool has no room for stands back by a further `bound_s`, until more blocks are free: those
-    that need fewer blocks do not wait for it. A request `2 * bound_s` younger never passes, so that no request starves.
+    The delay is `bound_s` times the tokens to compute over `step_tokens`, and at most `bound_s`. It grows by `bound_s`
+    for a request that the pool has no room for, until more blocks are free, so that requests with fewer blocks pass.
+    Apart from priority and preemption, no request passes one that arrived `2 * bound_s` earlier: none starves.
 
-    A sorted list: each change finds its position in O(log n).
+    The queue is a sorted list: each change finds its position in O(log n), and then moves the entries behind it.
 
     Args:
-        step_tokens: most tokens of a step.
-        by_priority: True if `Request.priority` counts, the lowest first.
-        bound_s: in seconds.
+        step_tokens: most tokens that vLLM computes in a step.
+        by_priority: True to serve requests with the lowest `Request.priority` first; False to ignore it.
+        bound_s: seconds.
         free: returns the number of the pool's free blocks.
     """
 
@@ -56,30 +59,30 @@ class ReturnsFirstQueue(RequestQueue):
         self._to_compute: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._front, self._back = count(-1, -1), count()
         self._latest = -inf
-        """Latest arrival of a request that left the queue."""
+        """Latest arrival time among the requests that vLLM has taken from the queue."""
         self._looked_at: tuple[str, int] | None = None
-        """Id of the request that vLLM looks at, and free blocks then; None once vLLM has taken it."""
+        """Id of the request that `peek_request` last returned, and free blocks then; None once vLLM has taken it."""
         self._too_large, self._free_then = set[str](), 0
-        """Ids of requests that the pool has no room for, and free blocks when vLLM found the last of them so."""
+        """Ids of requests that the pool has no room for, and free blocks when vLLM last left one in the queue."""
 
     def passed(self, now: float) -> list[float]:
-        """Return how many seconds each request has waited that a later one has passed."""
+        """Return the seconds waited by each request in the queue that a later request has passed."""
         arrivals = (entry.request.arrival_time for entry in self._entries.values())
         return [now - arrival for arrival in arrivals if arrival < self._latest]
 
     def update(self, request: Request, to_compute: int) -> None:
-        """Set a request's number of tokens to compute. Before the first call, all its tokens count.
+        """Set the number of tokens to compute for a request. Before the first call, all the request's tokens count.
 
-        Between `peek_request` and `pop_request` it must not be called: vLLM expects both to name the same request.
+        Do not call `update` between `peek_request` and `pop_request`: vLLM expects both to return the same request.
         """
         self._to_compute[request] = to_compute
         if (entry := self._entries.get(request.request_id)) is not None:
             self._push(request, entry.tie)
 
     def first_if_within(self, tokens: int) -> bool:
-        """True if the first request has at most `tokens` tokens to compute, and the pool may have room for it.
+        """True if the first request has at most `tokens` tokens to compute, and the pool may have room for the request.
 
-        A request that vLLM has just left is sorted behind others first.
+        A request that vLLM has just left, because the pool had no room for it, is delayed before the check.
         """
         self._set_back()
         first = self._order[0].request if self._order else None
@@ -108,7 +111,7 @@ class ReturnsFirstQueue(RequestQueue):
         self._push(request, next(self._back))
 
     def prepend_request(self, request: Request) -> None:
-        """Add a request, before all with the same priority and time."""
+        """Add a request, before all requests with the same priority, preemption and time."""
         self._push(request, next(self._front))
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
@@ -116,10 +119,9 @@ class ReturnsFirstQueue(RequestQueue):
             self.prepend_request(request)
 
     def peek_request(self) -> Request:
-        """Return the first request.
+        """Return the first request, which vLLM then takes with `pop_request`.
 
-        vLLM takes the request with `pop_request`. If the pool has no room for it, vLLM leaves it, and schedules no more
-        in this step.
+        If the pool has no room for the request, vLLM leaves it in the queue, and schedules no more in this step.
         """
         self._set_back()
         first = self._order[0].request
@@ -127,7 +129,7 @@ class ReturnsFirstQueue(RequestQueue):
         return first
 
     def _set_back(self) -> None:
-        """Sort the request that vLLM has left behind others, and all such requests anew if more blocks are free."""
+        """Delay the request that vLLM has left in the queue. End all such delays if more blocks are free than then."""
         changed = set[str]()
         if self._looked_at is not None:
             left, self._free_then = self._looked_at
@@ -150,7 +152,7 @@ class ReturnsFirstQueue(RequestQueue):
         del self._order[bisect_left(self._order, self._entries.pop(request.request_id))]
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Remove the requests, as far as queued."""
+        """Remove those of the requests that are in the queue."""
         for request in requests:
             if request.request_id in self._entries:
                 self.remove_request(request)
@@ -166,16 +168,16 @@ class ReturnsFirstQueue(RequestQueue):
 
 
 class StepLimit:
-    """Limits on the tokens of a step, and on a prompt's tokens in it, so that returns wait less.
+    """Limits on the tokens of a step, and on the tokens of one prompt in a step, so that session returns wait less.
 
-    A return waits for the step that runs, so that shorter steps serve returns sooner. On an H200 a step with 8,192
-    tokens of an 8B model takes 290 ms. There is no limit for a request that is alone.
+    A new request waits for the end of the running step, so that shorter steps serve requests sooner. On an H200 a step
+    with 8,192 tokens of an 8B model takes 290 ms. A request that is alone gets steps with vLLM's own limit.
 
-    vLLM schedules running requests first: the rest of a long prompt takes every step whole. If half a step is enough
-    for the first request that waits, vLLM's `long_prefill_token_threshold` leaves half of it. A value that the operator
-    has set stays.
+    vLLM schedules running requests first, so that the rest of a long prompt fills each step. If half a step is enough
+    for the first waiting request, vLLM's `long_prefill_token_threshold` is set to half a step. If the operator has set
+    that threshold, it is not changed.
 
-    block_tokens: size of the largest block. vLLM computes a state's block whole.
+    block_tokens: tokens of the largest block. Limits are not smaller, because vLLM computes a block of states at once.
     """
 
     def __init__(self, scheduler: Scheduler, waiting: ReturnsFirstQueue, block_tokens: int) -> None:
@@ -185,18 +187,18 @@ class StepLimit:
         self._divides = scheduler.scheduler_config.long_prefill_token_threshold <= 0
         self._seconds = self._tokens = 0.0
         self._last = 0, 0
-        """Tokens of the last two steps. While a step runs, vLLM may have scheduled the next one already."""
+        """Tokens of the last two steps, because vLLM may schedule a step while the step before it runs."""
         self._began = 0.0
 
     @property
     def token_s(self) -> float | None:
-        """Seconds of a full step over the step's tokens; None before a full step."""
+        """Seconds for each token in steps with at least `_least` tokens; None before such a step."""
         return self._seconds / self._tokens if self._tokens else None
 
     def begin(self, tokens: int, now: float, requests: int) -> None:
-        """Take note of a new step with `tokens` tokens, at `now` s, and set the limits of the next step.
+        """Note a new step with `tokens` tokens, begun at `now` in seconds, and set the limits of the next step.
 
-        requests: number of running or waiting requests.
+        requests: number of running and waiting requests together.
         """
         limit = self._scheduler.max_num_scheduled_tokens
         if requests:
@@ -214,6 +216,6 @@ class StepLimit:
             self._scheduler.scheduler_config.long_prefill_token_threshold = half if is_left else 0
 
     def rest(self) -> None:
-        """Take note of an idle engine, whose time is no step's."""
+        """Note that the engine is idle, so that idle time does not count as a step's."""
         self._last = 0, 0
         self._scheduler.max_num_scheduled_tokens = self._most

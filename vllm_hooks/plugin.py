@@ -1,5 +1,6 @@
-"""General plugin of vLLM: registers the connector and adds the flags. Without the flags nothing changes.
+"""General plugin of vLLM: registers the connector and adds flags.
 
+The flags become `kv_transfer_config`. If that does not name Manthan, vLLM serves as without the plugin.
 Unsupported models and settings are refused when vLLM makes the engine's configuration.
 """
 
@@ -38,14 +39,14 @@ MIDDLEWARE = "manthan.vllm_hooks.http.middleware.Middleware"
 
 
 def register() -> None:
-    """Register Manthan. vLLM calls this entry point in every process."""
+    """Register the connector, and wrap vLLM's functions for flags and models. vLLM calls this in every process."""
     if register_connector(CONNECTOR, CONNECTOR_MODULE):
         extend_engine_args(add_flags, read_flags, precheck, check)
         watch_models(watch)
 
 
 def watch(vllm_config: "VllmConfig", model_config: "ModelConfig", model: "Module") -> None:
-    """Watch the weights that are loaded into a model, if its engine has Manthan. vLLM calls it before the load."""
+    """Watch the weights that are loaded into a model, if its engine has Manthan. Called before the load."""
     if is_on(vllm_config):
         from manthan.vllm_hooks.worker.weights import watch_model  # no other process needs torch
 
@@ -53,7 +54,7 @@ def watch(vllm_config: "VllmConfig", model_config: "ModelConfig", model: "Module
 
 
 def read_flags(args: argparse.Namespace) -> None:
-    """Turn `--manthan-*` flags into `kv_transfer_config` and the server's middleware. A bad flag ends the program.
+    """Turn `--manthan-*` flags into vLLM's `kv_transfer_config` and `middleware`. A bad flag ends the program.
 
     args: vLLM's parsed flags, changed here.
     """
@@ -72,7 +73,7 @@ def read_flags(args: argparse.Namespace) -> None:
 
 
 def precheck(arguments: "EngineArgs", from_command_line: bool) -> None:
-    """Refuse arguments with which vLLM would use another connector instead of Manthan; see `check`."""
+    """Raise UnsupportedError for --kv-offloading-size, by which vLLM would replace Manthan. Arguments: see `check`."""
     if (size := arguments.kv_offloading_size) is None or not is_on(arguments):
         return
     with one_sentence(from_command_line):
@@ -83,7 +84,7 @@ def precheck(arguments: "EngineArgs", from_command_line: bool) -> None:
 
 
 def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
-    """Refuse unsupported models and settings, choose the codec, and set memory aside. No process of vLLM runs yet.
+    """Refuse unsupported models and settings, choose the codec, and set memory aside, before vLLM starts processes.
 
     vllm_config: changed here. from_command_line: True to end the program with one sentence instead of raising
     ConfigError.
@@ -94,7 +95,8 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         complete(vllm_config)
         check_supported(vllm_config)
         settle_codec(vllm_config)
-        vllm_config.cache_config.prefix_cache_retention_interval = None  # windows at the answer's end, not the prompt's
+        # With None vLLM keeps windows and states up to the answer's end, not only up to the prompt's.
+        vllm_config.cache_config.prefix_cache_retention_interval = None
         keys_of(from_vllm_config(vllm_config).sealing)
         check_disk(vllm_config)
         check_redis(vllm_config)
@@ -115,7 +117,7 @@ def add_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
 
 @contextmanager
 def one_sentence(from_command_line: bool) -> Iterator[None]:
-    """Turn a ConfigError into the end of a command, with one sentence and no traceback, as argparse does."""
+    """Turn a ConfigError of a command line into SystemExit: vLLM ends with one sentence and no traceback."""
     try:
         yield
     except ConfigError as error:

@@ -1,6 +1,7 @@
 """Questions of the HTTP API to an engine core, answered on the scheduler's thread between two steps.
 
-Answers leave as JSON, because an unencodable answer would end vLLM's output thread. Times are Unix seconds.
+Answers are encoded as JSON here, because vLLM's output thread would end on an answer that it cannot encode. Times are
+Unix seconds.
 """
 
 import time
@@ -27,17 +28,18 @@ if TYPE_CHECKING:
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
 METHOD = "manthan_query"
-"""Name of the call offered by the engine core."""
+"""Name of the utility call that the engine core offers to API servers."""
 ORDER = 50
-"""Number of sessions shown of the policy's order."""
+"""Number of sessions, the first in the eviction policy's order, that a state names."""
 UNKNOWN, NOT_NOW, ASLEEP = 404, 409, 503
+"""HTTP statuses of refusals."""
 
 Answer = dict[str, Any]
-"""An object of `manthan.vllm_hooks.http.models`, or `refused`: status and a sentence."""
+"""Mapping with the key `refused`: HTTP status, and a sentence."""
 
 
 class Queries:
-    """Answers about an engine core."""
+    """Answers questions about an engine core."""
 
     def __init__(self, half: "SchedulerHalf") -> None:
         self._half, self._manager, self._store = half, half.manager, half.config.tiers
@@ -50,13 +52,13 @@ class Queries:
         return to_json(self.answer(what, asked), inf_nan_mode="constants", fallback=str)  # str: options of a policy
 
     def answer(self, what: str, asked: dict[str, Any]) -> Any:
-        """Answer a question, or act on a session and return it.
+        """Return the answer to a question; or act on a session, and return the session or a refusal.
 
         Args:
-            what: "sessions", "session", "state", "recheck" or "rechecked"; or an action: see `Driver.steer`, or
-                "release".
-            asked: arguments: `bound`, the tenant that asks, or None for access to all; fields of `Query` for
-                "sessions"; `id` for a session; `seconds` and `tool` for an action.
+            what: "sessions", "session", "state", "recheck" or "rechecked"; or an action of `Driver.steer`.
+            asked: arguments. `bound`: tenant that asks; None for access to all tenants. For "sessions", also the fields
+                of `Query`; for "session" and actions, `id`; for actions, `seconds` and `tool`; for "rechecked", see
+                `SchedulerHalf.rechecked`.
         """
         offset, bound = time.time() - time.monotonic(), asked["bound"]
         if what == "sessions":
@@ -121,7 +123,7 @@ class Queries:
         )
 
     def _tiers(self, saved: int, budget: int) -> list[TierState]:
-        """Return each tier's part of `saved` and `budget` bytes."""
+        """Return each tier's state. saved, budget: bytes saved in all tiers together, and allowed in all tiers."""
         fronts, moved = self._half.driver.fronts, self._manager.blocks.moved_nbytes
         used = [saved - moved[tier] for tier in range(len(fronts))]
         used.append(saved if fronts.keeps_behind else saved - used[0])

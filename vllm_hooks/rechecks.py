@@ -1,7 +1,8 @@
-"""Rechecks: now and then a restore is computed anew while the server is idle, and the first tokens are compared.
+"""Rechecks: while the server is idle, the prompt of some restored session is computed anew, and next tokens compared.
 
-The engine core remembers the prompt of a request whose load brought lossy KV. An API server asks for the prompt, and
-generates a token twice: behind the KV that is still resident, and under a fresh cache salt, so that all is computed.
+The engine core remembers the prompt of a request whose load brought lossy KV, which a lossy codec has decoded. An API
+server asks for the prompt, and generates one token twice: behind the KV that is still resident, and under a fresh cache
+salt, so that vLLM computes the whole prompt.
 """
 
 import asyncio
@@ -25,19 +26,22 @@ from manthan.vllm_hooks.queries import METHOD
 logger = init_logger("vllm.manthan")
 
 EVERY = 1000
-"""Number of restores for each recheck, on average."""
+"""Mean number of ended requests with a lossy restore for each one that is remembered."""
 QUIET_S = 5.0
-"""Seconds without a request before a recheck."""
+"""Least seconds since the end of the last request before a recheck."""
 ASK_S = 5.0
-"""Seconds between two questions of an API server."""
+"""Seconds after which an API server asks the engine cores again."""
 TOP = 20
-"""Number of compared tokens, the likeliest of each computation."""
+"""Number of next tokens, the likeliest of each computation, whose probabilities are compared."""
 TINY = 1e-9
+"""Least probability, against division by 0."""
 LOSSY, EXACT = "lossy", "exact"
 
 
 class Restore(NamedTuple):
-    """Restore to recheck. hashes: of the prompt's first blocks, which must still be resident. least: their tokens."""
+    """Restore to recheck. asker: whose lossy blocks may serve the recheck. hashes: hashes of the prompt's first blocks,
+    which must still be resident. least: number of these blocks' tokens.
+    """
 
     prompt: Sequence[int]
     asker: Asker
@@ -46,10 +50,10 @@ class Restore(NamedTuple):
 
 
 class Rechecks:
-    """Rechecks of an engine core. At most one waits; a newer one replaces it.
+    """Rechecks of an engine core. At most one restore waits for a recheck; a newer restore replaces it.
 
-    Sessions, stores and metrics know nothing of a recheck's requests. Their ids begin with a secret of the core, so
-    that no client can name such a request.
+    A recheck's requests belong to no session, are not stored, and do not count in metrics of requests. Their ids begin
+    with a random secret, so that no client can send a request with such an id.
     """
 
     def __init__(self, vllm_config: VllmConfig, is_on: bool) -> None:
@@ -59,29 +63,29 @@ class Rechecks:
         self._waiting: Restore | None = None
         self._taken: Restore | None = None
         self._secret = ""
-        """Secret of the restore under recheck; empty for none."""
+        """Secret of the recheck that runs, of `_taken`; empty if none runs."""
         self._running: set[str] = set()
         self._quiet_from = 0.0
 
     def __contains__(self, request_id: str) -> bool:
-        """True for a running request of a recheck."""
+        """True if this is the id of a running request of a recheck."""
         return request_id in self._running
 
     def began(self, request_id: str) -> bool:
-        """Note a new request. Return True for a recheck's."""
+        """Note a new request. Return True if a recheck made the request."""
         is_ours = bool(self._secret) and request_id.startswith(self._secret)
         if is_ours:
             self._running.add(request_id)
         return is_ours
 
     def asker(self, request_id: str) -> Asker | None:
-        """Return the asker of a recheck's request; None for exact KV only, and for all further requests."""
+        """Return the asker of a recheck's lossy request; None for any other request."""
         if self._taken is None or not request_id.startswith(f"{self._secret}-{LOSSY}"):
             return None
         return self._taken.asker
 
     def ended(self, request_id: str) -> bool:
-        """Note the end of a request. Return True for a recheck's."""
+        """Note the end of a request. Return True if a recheck made the request."""
         if request_id in self._running:
             self._running.remove(request_id)
             return True
@@ -89,7 +93,7 @@ class Rechecks:
         return False
 
     def offer(self, request: Request, asker: Asker, hashes: Sequence[bytes], least: int) -> None:
-        """Remember one of `EVERY` ended requests with a lossy restore, if nothing but tokens decides the answer."""
+        """Remember one in `EVERY` ended requests with a lossy restore, by chance, if only tokens decide its KV."""
         prompt = request.prompt_token_ids
         is_plain = request.prompt_embeds is None and not (request.lora_request or request.mm_features)
         if self._is_on and prompt and is_plain and not request.cache_salt and random.random() * EVERY < 1:
@@ -97,24 +101,24 @@ class Rechecks:
 
     @property
     def due(self) -> Restore | None:
-        """Restore to recheck now; None without one, or before the engine was idle for a while."""
+        """Restore to recheck now; None if none waits, or if the engine has not been idle for `QUIET_S`."""
         is_quiet = not self._running and time.monotonic() >= self._quiet_from
         return self._waiting if is_quiet else None
 
     def take(self, found: Restore) -> dict[str, Any]:
-        """Begin a recheck. Return the question for an API server."""
+        """Begin the recheck of a restore. Return the task for an API server."""
         self._waiting, self._taken, self._secret = None, found, f"manthan-{secrets.token_hex(16)}"
         return {"secret": self._secret, "prompt": list(found.prompt), "least": found.least, "top": self._top}
 
     def accept(self, secret: str) -> bool:
-        """True if the result of the restore under recheck may count, which ends the recheck."""
+        """End the running recheck if this is its secret. Return True then: the result may count."""
         if not self._secret or secret != self._secret:
             return False
         self.forget()
         return True
 
     def forget(self) -> None:
-        """Forget all restores, because their KV is gone or the result is there."""
+        """Forget the waiting restore and the running recheck: the KV is gone, or the result has come."""
         self._waiting, self._taken, self._secret = None, None, ""
 
 
@@ -122,7 +126,7 @@ class Rechecks:
 
 
 class Rechecker:
-    """Task of an API server that rechecks restores. A request of a client ends a running recheck."""
+    """Task of an API server that rechecks restores. A client's request cancels a running recheck."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
@@ -132,12 +136,12 @@ class Rechecker:
         self._task = asyncio.get_running_loop().create_task(self._watch(state))
 
     def make_way(self) -> None:
-        """End a running recheck; vLLM aborts the request."""
+        """Cancel a running recheck. vLLM then aborts its request."""
         if self._run is not None:
             self._run.cancel()
 
     async def _watch(self, state: Any) -> None:
-        """Ask the engine cores behind `state.engine_client`."""
+        """Ask the engine cores of `state.engine_client` for restores, and recheck them, until an error."""
         while (client := getattr(state, "engine_client", None)) is not None:
             await asyncio.sleep(ASK_S)
             try:
@@ -157,7 +161,7 @@ class Rechecker:
 
 
 async def _recheck(client: Any, asked: Mapping[str, Any], rank: int, ranks: int) -> None:
-    """Compare the first token behind resident KV with the computed one, and tell the engine cores."""
+    """Compare the next token behind resident KV with the next token behind computed KV, and tell the engine cores."""
     where = {"data_parallel_rank": rank} if ranks > 1 else {}
     cached, lossy = await _first(client, asked, LOSSY, where)
     if cached < asked["least"]:
@@ -168,7 +172,7 @@ async def _recheck(client: Any, asked: Mapping[str, Any], rank: int, ranks: int)
 
 
 async def _first(client: Any, asked: Mapping[str, Any], name: str, where: dict[str, int]) -> tuple[int, Any]:
-    """Return the number of cached tokens of a prompt, and the log-probabilities of the likeliest next tokens."""
+    """Return the prompt's number of cached tokens, and the log-probability of each of the likeliest next tokens."""
     salt = {"cache_salt": secrets.token_hex(16)} if name == EXACT else {}
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=asked["top"], detokenize=False)
     prompt = {"prompt_token_ids": asked["prompt"], **salt}
@@ -179,10 +183,10 @@ async def _first(client: Any, asked: Mapping[str, Any], name: str, where: dict[s
 
 
 def divergence(exact: Mapping[int, float], lossy: Mapping[int, float]) -> float:
-    """Return a lower bound of D(exact || lossy) in nats, from the log-probabilities of the likeliest tokens.
+    """Return a lower bound of the Kullback-Leibler divergence D(exact || lossy), in nats.
 
-    All tokens that `exact` does not name count as one. A token that `lossy` does not name is at most as likely as the
-    last that `lossy` names.
+    exact, lossy: log-probabilities of equally many likeliest tokens. All tokens that are not in `exact` count as one
+    token. A token that is not in `lossy` gets the least probability in `lossy`, an upper bound of its probability.
     """
     least = min(lossy.values())
     pairs = [(math.exp(p), math.exp(lossy.get(token, least))) for token, p in exact.items()]

@@ -1,4 +1,7 @@
-"""Scheduler half of the connector: passes vLLM's calls to the driver, and the driver's orders to the workers."""
+"""Scheduler half of the connector: passes vLLM's calls to the driver, and the driver's orders to the workers.
+
+The driver (`manager.driver`) is the serving loop that decides which blocks are stored, loaded and dropped.
+"""
 
 import os
 import secrets
@@ -74,13 +77,13 @@ SOURCES = {
     "disk": CacheHitSource.DISK,
     "redis": CacheHitSource.EXTERNAL_UNSPECIFIED,
 }
-"""vLLM's name for the origin of loaded KV, by tier. vLLM has no name for a store on a network."""
+"""vLLM's source of a cache hit, by the tier's name. vLLM has no source for a store on a network."""
 
 
 def _ending(request: Request) -> str:
-    """Return the stop token of an answer, or else the last token before the end of sequence; empty if it was cut off.
+    """Return how an answer ended: the stop token or string, or else the last token before the end of sequence.
 
-    It tells kinds of answers apart: a tool call ends with another token than a text.
+    Return "" for an answer that was cut off. Policies tell kinds of answers apart by the end of a tool call or a text.
     """
     if str(request.get_finished_reason()) != "stop":
         return ""
@@ -88,10 +91,12 @@ def _ending(request: Request) -> str:
 
 
 class SchedulerHalf:
-    """Scheduler half of the connector: decides, on the scheduler's thread. It never waits, encodes or does I/O.
+    """Scheduler half of the connector. All but `_ring` and `_is_due` run on the scheduler's thread. Once the
+    engine is ready, this half encodes nothing, and waits for workers only to ask about weights that may have changed.
+    The only I/O is to rename the file of a new codec profile.
 
     Args:
-        ask: calls a method of this class; see `ManthanConnector._ask`.
+        ask: `ManthanConnector._ask`, which calls a method of this class and catches exceptions.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ask: Callable[..., Any]) -> None:
@@ -129,7 +134,7 @@ class SchedulerHalf:
                     "model could not be told apart: use host or device."
                 )
             namespace = namespace_of(vllm_config, config, self.groups, weights.pop())
-        owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"  # the engine's name
+        owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"  # this engine's unique name
         self._core.prepare_requests(salts_of(config), lasting)
         chosen = choose_policy(config.policy)
         shares = Shares(config.tiers.pinned_share, config.tenants.shares)
@@ -169,31 +174,34 @@ class SchedulerHalf:
         self.driver: Driver
         self._requests: dict[str, Request] = {}
         self._waiting: ReturnsFirstQueue | None = None
-        """The scheduler's waiting requests; None if vLLM's own queue is left in place."""
+        """Manthan's queue of the scheduler's waiting requests; None if the scheduler still has vLLM's own queue."""
         self.limit: StepLimit | None = None
-        """Limits on a step's tokens; None for vLLM's own."""
+        """Limits on a step's tokens; None if only vLLM's own limits apply."""
         self._resident: dict[str, int] = {}
-        """Number of resident blocks, by id of a request that was matched and has no blocks allocated yet."""
+        """By id of a request that was matched and has no blocks allocated yet, number of its resident blocks."""
         self._place: str | None = None
-        """Namespace for `Tier.cleared`, after a reset, until the workers are told."""
+        """Argument for `Tier.cleared` after a reset, until the workers are told; None without a reset."""
         self._deadline = inf
         self._drained_at: float | None = None
-        """Time at which the engine ends, also if not all is saved; None before vLLM shuts it down, 0 after the end."""
+        """Time until which sessions are saved at the engine's end; None before the shutdown, 0 after the saving."""
         self._rung = False  # True if the engine was woken, and has not run a step since
         self._weights: list[tuple[int, str]] | None = None
-        """`weights_state` of each worker when the cold sessions were computed; None if unknown."""
+        """`weights_state` of each worker with the weights that computed the cold sessions' KV; None if unknown.
+
+        A session is cold if no request of it runs and all its full blocks are saved.
+        """
         self._is_unsure = False
-        """True from a reset, a sleep or a load of weights until the next request, because weights may have changed."""
+        """True from a reset, done or failed, or a load of weights until the next request: weights are compared then."""
         self._drops = False
-        """True if cold sessions are dropped at the next request, because a pause has cleared vLLM's caches."""
+        """True if cold sessions are dropped at the next request, because the caller of a pause has asked for this."""
         self._found = set[str]()
-        """Ids of requests for which vLLM has called `found`, until their blocks are allocated."""
+        """Ids of requests for which `Lookups` has called `found`, until `allocated`."""
         self._was_called = False
-        """True if a user of vLLM has called the workers since the last request, and so may have loaded weights."""
-        self._cancels = False  # True to have workers end running transfers early
+        """True if workers were called since the last `_heed_calls`: the call may have loaded weights."""
+        self._cancels = False  # True to have workers end transfers early
         self._calibrates = bool(settings(vllm_config).get(CALIBRATES))
         self._candidate: Candidate | None = None
-        """Profile made from traffic that the guard has not approved yet."""
+        """Codec profile made from the KV of requests, until the guard uses its codec; None without one."""
         self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
         self._journal: JournalLink | None = None
@@ -202,7 +210,7 @@ class SchedulerHalf:
             self._journal = self._books.link(self.manager, self._fronts, notes)
 
     def bind(self, pool: BlockPool) -> None:
-        """Make the driver, now that vLLM has made its block pool."""
+        """Make the driver and what needs vLLM's block pool. vLLM calls this inside the scheduler's constructor."""
         scheduler = under_construction(Scheduler)
         if self.config.ordering == "returns":
             scheduling = scheduler.scheduler_config
@@ -254,7 +262,7 @@ class SchedulerHalf:
     # -- vLLM's local prefix cache; see `Lookups` ----------------------------------------------------
 
     def asker(self, request: Request) -> Asker | None:
-        """Return the asker of the request; None for exact KV only."""
+        """Return the asker of the request, which decides the lossy blocks that may serve it; None if none may."""
         return self.rechecks.asker(request.request_id) or self.driver.asker(request.request_id)
 
     def found(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
@@ -263,9 +271,9 @@ class SchedulerHalf:
         self._found.add(request.request_id)
 
     def computed(self, request: Request, block_ids: Sequence[int]) -> bool:
-        """Mark blocks of the request as vLLM enters them into its prefix cache.
+        """Mark blocks that vLLM is entering into its prefix cache for the request, and return True.
 
-        Return False for a recheck's blocks: if lossy, they serve nobody.
+        Return False for a recheck's request, whose blocks, if lossy, may serve no other request.
         """
         if request.request_id in self.rechecks:
             return False
@@ -284,7 +292,7 @@ class SchedulerHalf:
         if self.rechecks.began(request.request_id):
             return
         hints, prompt, tail = hints_of(request), request.prompt_token_ids, None
-        if prompt is not None:  # the tokens behind the last full block
+        if prompt is not None:  # tail: the tokens behind the last full block
             tail = np.array(prompt[len(prompt) // self._block_size * self._block_size :], np.int64).tobytes()
         self._requests[request.request_id] = request
         self.telemetry.began(request, hints)
@@ -303,9 +311,9 @@ class SchedulerHalf:
             self._waiting.update(request, self._to_compute(request))
 
     def _to_compute(self, request: Request) -> int:
-        """Return the number of a request's tokens neither resident nor saved. O(log n).
+        """Return the number of a request's tokens behind its first blocks that are resident or saved. O(log n).
 
-        The number is an estimate if a session lost blocks before the last one.
+        A binary search finds the first missing block. The number is an estimate if later blocks are present.
         """
         hashes, blocks, group = self._keys(request), self.manager.blocks, self._shape.session_group
 
@@ -323,7 +331,7 @@ class SchedulerHalf:
         return request.num_tokens - found * self._block_size
 
     def _reorder(self) -> None:
-        """Recount the tokens to compute of waiting requests whose session gained or lost blocks."""
+        """Count anew the tokens to compute of waiting requests whose session gained, or whose prompt lost, blocks."""
         changed, self.telemetry.changed = self.telemetry.changed, set()
         names = [request.request_id for request in self.pool.take_bereft()]
         if (waiting := self._waiting) is None:
@@ -335,11 +343,12 @@ class SchedulerHalf:
                 waiting.update(request, self._to_compute(request))
 
     def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Return the number of tokens to load behind the first `computed`, and True if the load is asynchronous.
+        """Return the number of tokens to load behind the first `computed` tokens, and True if the number is not 0.
 
-        None asks vLLM to call again soon. All loads are asynchronous, because vLLM would compute with the blocks of a
-        synchronous load before Manthan has checked them. If the check then failed, vLLM would drop only the current
-        step's token, while asynchronous scheduling has begun the next step with the same bad blocks.
+        None instead of a number asks vLLM to call again later. True tells vLLM that the load is asynchronous. All loads
+        are, because vLLM would compute with the blocks of a synchronous load before Manthan has checked them. If the
+        check then failed, vLLM would drop only the current step's token, while asynchronous scheduling has begun the
+        next step with the same bad blocks.
         """
         self._begin_again()
         resident = computed // self._block_size
@@ -354,16 +363,16 @@ class SchedulerHalf:
         return self.groups.held(request.num_tokens, self._vllm_config.max_in_flight_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
-        """Note the blocks that vLLM has allocated, and load `tokens` tokens behind the resident blocks."""
+        """Note the blocks that vLLM has allocated, and begin to load `tokens` tokens behind the resident blocks."""
         is_new = request.request_id in self._resident  # else the load has ended
         resident = self._resident.pop(request.request_id, 0)
-        brought = tokens_to_load(request) - tokens if is_new else 0  # by another connector
+        brought = tokens_to_load(request) - tokens if is_new else 0  # tokens loaded by another connector
         usable = self.driver.usable(request.num_tokens)
         if self._events is not None and self._redis is not None:  # another engine may have stored the request's blocks
             self._events.remember(request, usable)
         taken = sum(map(len, blocks.blocks))
         self.driver.admitted(request.request_id, resident, usable, taken, brought // self._block_size)
-        was_found = request.request_id in self._found  # not if a connector loads: vLLM caches the blocks later
+        was_found = request.request_id in self._found  # False if a connector loads: vLLM caches the blocks later
         self._found.discard(request.request_id)
         if not was_found:
             self.driver.hits(request.request_id, blocks.get_block_ids())
@@ -382,7 +391,7 @@ class SchedulerHalf:
                 self.telemetry.traces.restoring(request.request_id, list(self._tiers(request.request_id, tokens)))
 
     def _handed(self, request_id: str, blocks: KVCacheBlocks, decoded: float) -> None:
-        """Mark blocks loaded by another connector. The prompt's first `decoded` tokens may be decoded KV."""
+        """Mark blocks loaded by another connector: as decoded for the first `decoded` tokens, else as derived."""
         sizes = {group.index: group.tokens for group in self.groups.stored}
         first, behind = ([list[int]() for _ in blocks.blocks] for _ in range(2))
         for group, of_group in enumerate(blocks.blocks):
@@ -393,16 +402,16 @@ class SchedulerHalf:
         self.driver.handed(request_id, first, behind)
 
     def loaded_into(self, request_id: str, block_ids: Sequence[int], tokens: int) -> Sequence[int]:
-        """Return the blocks of the main group written by a request's load of `tokens`."""
+        """Return the ids of the request's blocks, of the main group, into which `tokens` tokens are loaded."""
         resident = self._resident.get(request_id, 0)
         return block_ids[resident : resident + tokens // self._block_size]
 
     def sources(self, request: Request, tokens: int) -> dict[CacheHitSource, int]:
-        """Number of the request's `tokens` tokens to load, by origin."""
+        """Return the number of tokens that a request loads, by vLLM's source. tokens: the sum."""
         return {SOURCES[tier]: count for tier, count in self._tiers(request.request_id, tokens).items()}
 
     def _tiers(self, request_id: str, tokens: int) -> dict[str, int]:
-        """Return the number of a load's tokens by tier, as estimated by `FrontTiers`.
+        """Return the number of tokens that a request loads, by tier, as estimated by `FrontTiers`. tokens: the sum.
 
         In a model whose blocks are stored for resume points only, all tokens count for the slowest tier.
         """
@@ -425,11 +434,11 @@ class SchedulerHalf:
         return {tier: count for tier, count in counts.items() if count}
 
     def finished(self, request: Request, blocks: int) -> dict[str, Any] | None:
-        """Note the end of a request that has `blocks` blocks. Return the answer to the client's hints."""
+        """Note the end of a request that has `blocks` blocks of the main group. Return its kv_transfer_params."""
         self._resident.pop(request.request_id, None)
         if self.rechecks.ended(request.request_id):
             self.driver.finished(request.request_id, (), time.monotonic(), 0)
-            if request.cache_salt:  # nobody else finds these blocks
+            if request.cache_salt:  # no other request can find these blocks
                 for group in self.groups.stored:
                     step = group.tokens // self.groups.hash_tokens
                     self.pool.release(group.index, request.block_hashes[step - 1 :: step])
@@ -443,7 +452,7 @@ class SchedulerHalf:
         computed = self.groups.deepest(self._entered(self._keys(request)[:computed]))
         keys = self._keys(request)[:computed]
         prompt_depth = self.groups.deepest(self.driver.usable(request.num_prompt_tokens))
-        depths = dict.fromkeys((computed, min(computed, prompt_depth)))  # the prompt may come again
+        depths = dict.fromkeys((computed, min(computed, prompt_depth)))  # the same prompt may come again
         points = [
             PointParts(depth, [(part.group, self._key_of(part, request), part.at) for part in self.groups.parts(depth)])
             for depth in depths
@@ -462,10 +471,10 @@ class SchedulerHalf:
         return answer_to(hints_of(request), outcome)
 
     def _entered(self, keys: Sequence[BlockHash]) -> int:
-        """Return how many first blocks of `keys` are in vLLM's prefix cache, which may lack the last ones.
+        """Return how many first blocks of `keys` are in vLLM's prefix cache. Only the last blocks may be missing.
 
         vLLM enters blocks when it schedules the next step. The last blocks are missing if tokens of a draft filled them
-        in the last step, or if a draft may read them again.
+        in the last step, or if vLLM holds them back because a draft may read them again.
         """
         entered, config = len(keys), self._vllm_config
         late = config.num_speculative_tokens + config.num_prefill_lookahead_tokens
@@ -475,19 +484,19 @@ class SchedulerHalf:
         return entered
 
     def _keys(self, request: Request) -> Sequence[BlockHash]:
-        """Return the hashes of a request's blocks of the main group, at the blocks' ends."""
+        """Return the block hashes of a request's full blocks of the main group."""
         step = self._hashes_a_block
         return request.block_hashes if step == 1 else request.block_hashes[step - 1 :: step]
 
     def _parts(self, depth: int) -> Iterator[tuple[int, int]]:
-        """Yield group and position of each block of further groups needed behind the first `depth` blocks."""
+        """Yield group and position of each block that a resume point after `depth` blocks of the main group needs."""
         return ((part.group, part.at) for part in self.groups.parts(depth))
 
     def _key_of(self, part: Part, request: Request) -> bytes:
         return request.block_hashes[part.end // self.groups.hash_tokens - 1]
 
     def recheck(self) -> dict[str, Any] | None:
-        """Return a restore for an API server to recheck; None without one, or if the engine is in use."""
+        """Return the task of a recheck for an API server; None if no restore is due, or the engine is in use."""
         found = self.rechecks.due
         if found is None or self._requests or self.is_out_of_use:
             return None
@@ -500,18 +509,18 @@ class SchedulerHalf:
         return self.rechecks.take(found)
 
     def rechecked(self, secret: str, divergence: float, is_same: bool) -> None:
-        """Take the result of a recheck. divergence: in nats. is_same: True if the first token is the same."""
+        """Take the result of a recheck. divergence: in nats. is_same: True if the likeliest next token is the same."""
         if not self.rechecks.accept(secret):
             return
         self.telemetry.rechecked(divergence, is_same)
         if self.guard is not None and (mean := self.guard.rechecked(divergence)) is not None:
             tell_rechecks(mean)
-        self.steered()  # a step tells metrics
+        self.steered()  # because metrics are sent in a step
 
     # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, scheduled_tokens: int, scheduled_requests: int) -> ManthanMetadata:
-        """Return the workers' orders for a step, in which vLLM computes `scheduled_tokens` tokens."""
+        """Return the orders to workers for a step, with the numbers of tokens and requests that vLLM computes in it."""
         self._rung = False
         if self.is_out_of_use and not scheduled_tokens:
             return ManthanMetadata()
@@ -543,7 +552,7 @@ class SchedulerHalf:
         )
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
-        """Take the workers' results. A store or a load is settled when every rank has answered."""
+        """Take results of workers. A transfer is settled when every rank that takes part in it has answered."""
         self._gathered(report)
         if report.candidate is not None and self.guard is not None:
             path, shape = report.candidate
@@ -564,7 +573,7 @@ class SchedulerHalf:
         self._set_deadline()
 
     def _gathered(self, report: ManthanWorkerMetadata) -> None:
-        """Note which stores are gathered. Clear them in the report, so that `drain` does not note them again."""
+        """Note stores that a rank has gathered. Clear them in the report: `drain` must not note them again."""
         gathered, report.gathered = report.gathered, []
         self.driver.gathered(gathered)
 
@@ -583,7 +592,7 @@ class SchedulerHalf:
         return self.driver.has_work or (self._events is not None and self._events.has_news)
 
     def _drains(self) -> bool:
-        """True while sessions are being saved at the engine's end. Only lasting tiers keep them."""
+        """True while sessions are being saved at the engine's end, for tiers that outlive the engine."""
         tiers, now = self.config.tiers, time.monotonic()
         if not (tiers.is_lasting and tiers.drain_s) or self.is_out_of_use or self._is_unsure:
             return False
@@ -596,7 +605,7 @@ class SchedulerHalf:
         if self._drained_at and self.manager.saving:
             left = len(self.manager.saving)
             logger.warning(f"Manthan: {left} sessions were not saved within tiers.drain_s, {tiers.drain_s:g} s.")
-        self._drained_at = 0.0  # vLLM asks again
+        self._drained_at = 0.0  # vLLM calls `has_work` again
         return False
 
     def take_events(self) -> Sequence[KVCacheEvent]:
@@ -606,7 +615,7 @@ class SchedulerHalf:
     # -- resets and sleep -----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Drop all KV, resident and saved."""
+        """Empty the cold store, and take the blocks out of all sessions. During a pause, do nothing."""
         if self._core.is_pausing:  # `paused` decides what to drop
             return
         self.telemetry.changed.update(self.manager.table.by_id)
@@ -624,13 +633,13 @@ class SchedulerHalf:
         return self.driver.is_moving
 
     def go_on(self, was_reset: bool) -> None:
-        """Undo `halt`. No transfer begins until a request comes, because weights may change until then."""
+        """End a reset. No transfer begins until a request comes, because weights may change until then."""
         self._cancels, self._is_unsure = False, True
         self.rechecks.forget()
         if was_reset:
             self.telemetry.changed.update(self.manager.table.by_id)
             self.driver.forget_resident(time.monotonic())
-            self._rung = True  # a step tells vLLM's KV events and metrics of the reset
+            self._rung = True  # because a step sends KV events and metrics of the reset
             if self._events is not None:
                 self._events.repeats = True
             cold = self.manager.table.states[SessionState.COLD]
@@ -645,13 +654,13 @@ class SchedulerHalf:
         return self._core.is_asleep
 
     def paused(self, drops: bool) -> None:
-        """Note that the engine is paused. drops: True to drop cold sessions at the next request."""
+        """Note that vLLM pauses the engine. drops: True to drop cold sessions at the next request."""
         self._drops = drops
 
     def _begin_again(self) -> None:
-        """Drop cold sessions if the weights are not those that computed them. Called before a request is served.
+        """Drop cold sessions if the weights may have changed. Called before a request is served.
 
-        This comes so late because weights may be loaded before or after a reset.
+        Weights are compared no earlier, because vLLM's users load them before or after a reset.
         """
         self.driver.rests = False
         self._heed_calls()
@@ -666,17 +675,17 @@ class SchedulerHalf:
             self.reset()
 
     def called(self, has_loaded: bool) -> None:
-        """Note that a user of vLLM has called the workers. has_loaded: True if the call has loaded weights."""
+        """Note that vLLM or its user has called the workers. has_loaded: True if the call has loaded weights."""
         self._was_called = True
         if has_loaded:
             self._weights, self._is_unsure = None, True
 
     def doubt(self) -> None:
-        """Note that a reset has failed. New weights may have been the reason for it."""
+        """Note that the prefix cache was not reset although asked for, possibly because of new weights."""
         self._is_unsure = True
 
     def _heed_calls(self) -> None:
-        """Ask the workers if a call since the last request has loaded weights."""
+        """If workers were called, set `_is_unsure` if their number of loads of weights has changed."""
         if self._was_called and not self._is_unsure:
             before = None if self._weights is None else [count for count, _ in self._weights]
             self._is_unsure = self._core.ask(loads) != before
@@ -685,7 +694,7 @@ class SchedulerHalf:
     # -- after an error -------------------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """Give back the blocks that Manthan references. From now on vLLM serves without Manthan."""
+        """Stop after an error: give back the blocks of transfers that no worker has been told of; see `drain`."""
         self._sweeper.stop()
         self.driver.abandon()
 
@@ -703,7 +712,7 @@ class SchedulerHalf:
     # -- the rest -------------------------------------------------------------------------------------
 
     def steered(self) -> None:
-        """Have a step look for work, because a caller steered a session."""
+        """Have the engine run a step, because an API request has changed a session."""
         self._set_deadline()
         self._rung = True
 

@@ -1,4 +1,4 @@
-"""`manthan doctor`: checks what a server needs, and says what is wrong. Works without vLLM, too."""
+"""`manthan doctor`: checks what a server with Manthan needs, and reports findings. Runs without vLLM, too."""
 
 import json
 import logging
@@ -107,12 +107,15 @@ def _examined(model: str, file: str, url: str, template: str, block_size: int | 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Send libraries' output to standard error, so that standard output has the answer only. vLLM logs errors only."""
+    """Send output of libraries to standard error, so that standard output has the findings only.
+
+    vLLM logs errors only, unless VLLM_LOGGING_LEVEL is set.
+    """
     kept, level = os.dup(1), os.environ.get(LOGGING)
     logger = logging.getLogger("vllm")
     before = logger.level
     os.environ.setdefault(LOGGING, "ERROR")
-    logger.setLevel(os.environ[LOGGING])  # vLLM sets up its logging after it has begun to warn
+    logger.setLevel(os.environ[LOGGING])  # some warnings come before vLLM reads the variable
     os.dup2(2, 1)
     try:
         yield
@@ -134,7 +137,7 @@ def _versions() -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("vLLM", Grade.WRONG, str(error))
     else:
-        yield Finding("vLLM", Grade.OK, f"{found}, of those that are supported ({VLLM}).")
+        yield Finding("vLLM", Grade.OK, f"{found} is a supported release ({VLLM}).")
 
 
 def _print(found: list[Finding]) -> None:
@@ -150,7 +153,7 @@ def _print(found: list[Finding]) -> None:
 
 
 def _check_server(url: str) -> Iterator[Finding]:
-    """Ask Manthan's API under this URL's host name, which a server without a key may refuse, what is configured."""
+    """Ask Manthan's API at this URL for state and settings. A server without an API key may refuse the host name."""
     try:
         state, config = ask(url, "/state"), ask(url, "/config")
     except AskError as error:

@@ -1,6 +1,7 @@
-"""Families of models: for each model class of vLLM's registry that generates text, its KV caches and what is stored.
+"""Families of models: the KV caches of each model class, and how Manthan stores them.
 
-A family is such a class. `families.yaml` has the caches of each.
+A family is a model class of vLLM's registry that generates text. `families.yaml` has the caches of each family. A cache
+is named as vLLM's class of KV cache specs, without "Spec".
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import yaml
 from manthan.vllm_hooks.groups import SPECS, StoredAs
 
 DENSE = ("FullAttention", "MLAAttention")
-"""Caches with full attention. vLLM joins them into one group."""
+"""Caches with full attention. vLLM joins such layers into one KV cache group."""
 SECTIONS = ("built", "read", "new")
 OUTCOMES = {
     "coded": "compressed",
@@ -21,14 +22,15 @@ OUTCOMES = {
     "bytes": "as bytes, not compressed",
     "refused": "refused, or nothing to store",
 }
-"""How a family's KV is stored, by the name in the code, in the words of the documents."""
+"""Text in the table for each outcome; see `Family.outcome`."""
 
 
 class Family(NamedTuple):
-    """Class of vLLM's registry, with its KV caches and section as in `families.yaml`.
+    """Model class of vLLM's registry.
 
-    section: "built" if the layers were asked, "read" if the source was read, "new" if only vLLM 0.33 has the class.
-    uncached: reason why vLLM caches no prefixes for the class; empty if vLLM does.
+    caches: names of its KV caches. section: "built" if the caches were found by building a model, "read" if by reading
+    vLLM's source, "new" if only vLLM 0.33 has the class. uncached: reason why vLLM caches no prefixes for the class;
+    empty if vLLM does.
     """
 
     name: str
@@ -38,9 +40,9 @@ class Family(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        """Key in `OUTCOMES`. In a family with KV and states, only the KV counts."""
+        """Key in `OUTCOMES`. Recurrent states (Mamba) count only in a family that stores nothing else."""
         ways = {each: stored(each) for each in self.caches if stored(each)}
-        if any(each in ways for each in DENSE):  # other full attention is stored as bytes in the same blocks
+        if any(each in ways for each in DENSE):  # other full attention goes into the same blocks, as bytes
             ways = {each: way for each, way in ways.items() if each in DENSE or _kind(each) not in DENSE}
         if self.uncached or "refused" in ways.values():
             return "refused"
@@ -49,9 +51,9 @@ class Family(NamedTuple):
 
 
 def stored(name: str) -> str:
-    """Return how a cache is stored: "coded", "bytes" or "refused"; empty if it need not be stored.
+    """Return the form in which a cache is stored: "coded", "bytes" or "refused"; empty if it need not be stored.
 
-    A name with a slash, such as "MLAAttention/indexer", is a cache of a shape that no codec knows.
+    A name with a slash, such as "MLAAttention/indexer", is a cache with a layout that no codec knows.
     """
     way = SPECS[f"{_kind(name)}Spec"].stored
     if way is StoredAs.NOTHING:
@@ -65,14 +67,14 @@ def _kind(name: str) -> str:
 
 @cache
 def listed() -> dict[str, Any]:
-    """Return the sections of `families.yaml`."""
+    """Return the content of `families.yaml`: for each section, a mapping of model classes."""
     found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
     return found
 
 
 @cache
 def families() -> dict[str, Family]:
-    """Return all families of both releases, by name."""
+    """Return all families of vLLM 0.32 and 0.33, by the name of the class."""
     uncached = listed()["uncached"]
     return {
         name: Family(name, tuple(caches.split()), section, uncached.get(name, ""))
@@ -82,7 +84,7 @@ def families() -> dict[str, Family]:
 
 
 def families_table() -> Iterator[str]:
-    """Yield the lines of the table of all families."""
+    """Yield two Markdown tables: the share of families for each outcome, and the families for each set of caches."""
     every = list(families().values())
     yield "| of the families | number | share |\n|---|---|---|"
     for outcome, said in OUTCOMES.items():

@@ -1,4 +1,4 @@
-"""Check of a model: its KV caches, and how each is stored. vLLM builds the model without weights."""
+"""Check of a model: findings about its KV caches, and about how each is stored. vLLM builds it without weights."""
 
 import json
 import tempfile
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 LONG = 512
-"""Most tokens between two resume points without a warning, because many turns are shorter than more."""
+"""Most tokens between two resume points without a warning. A resume point is a length at which a session can go on."""
 MODEL, CACHE, RESUME = "model", "KV cache", "resume points"
 WAYS = {"coded": "compressed", "bytes": "as bytes", "refused": "refused", "": "not needed"}
 MARKS = {"coded": Grade.OK, "partly": Grade.WARNING, "bytes": Grade.WARNING, "refused": Grade.WRONG}
 
 
 def check_model(model: str, file: str | None = None, block_size: int | None = None) -> Iterator[Finding]:
-    """Build a model, a folder or a name in Hugging Face's cache, and report each KV cache group's stored form.
+    """Yield findings about a model: the form in which each KV cache group is stored, and the resume points.
 
-    file: the YAML file of --manthan-config. block_size: vLLM's --block-size; None for vLLM's own.
+    model: a folder, or a name in Hugging Face's cache. A model that cannot be built is looked up by its class.
+    file: the YAML file of --manthan-config. block_size: vLLM's --block-size; None for vLLM's default.
     """
     try:
         names = _architectures(model)
@@ -64,7 +65,10 @@ def check_model(model: str, file: str | None = None, block_size: int | None = No
 
 
 def planned(model: str, names: Iterable[str] = (), block_size: int | None = None) -> "tuple[VllmConfig, KVCacheConfig]":
-    """Have vLLM build a model on the meta device and plan its KV cache. names: its classes. Raises any exception."""
+    """Have vLLM build a model on the meta device and plan its KV cache. Raises exceptions of any class.
+
+    names: names of the model's classes, to import first.
+    """
     import torch
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
@@ -93,7 +97,7 @@ def planned(model: str, names: Iterable[str] = (), block_size: int | None = None
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """Make this process the only rank of a model while it is built."""
+    """Set up vLLM's distributed state with this process as the only rank, while a model is built."""
     import torch
     from vllm.distributed import parallel_state as state
     from vllm.platforms import current_platform
@@ -112,7 +116,7 @@ def _one_rank() -> Iterator[None]:
 
 
 def _without_quantization(config: Any) -> Any:
-    """Return a model's configuration with plain weights, because few kinds of quantization run without a GPU."""
+    """Remove quantization from a model's configuration and return it: few kinds of quantization run without a GPU."""
     parts: list[Any] = [config, getattr(config, "text_config", None)]
     for each in parts:
         if hasattr(each, "quantization_config"):
@@ -121,7 +125,7 @@ def _without_quantization(config: Any) -> Any:
 
 
 def _resumed(distance: int, longest: int) -> Finding:
-    """Return the finding about resume points. distance: tokens between two. longest: most tokens of a session."""
+    """Return the finding about resume points, `distance` tokens apart. longest: most tokens of a session."""
     said = f"a session can be resumed every {distance:,} tokens"
     if distance >= longest:
         return Finding(RESUME, Grade.WRONG, f"{said}, but has at most {longest:,}: nothing of it is ever found again.")
@@ -132,7 +136,10 @@ def _resumed(distance: int, longest: int) -> Finding:
 
 
 class StoredGroup(NamedTuple):
-    """Form in which a group is stored. ratio: bytes in the pool over compressed bytes. as_bytes: number of layers."""
+    """Form in which a KV cache group is stored. ratio: bytes of a block in the pool, over expected compressed bytes.
+
+    as_bytes: number of layers that are stored as bytes although the group has a codec.
+    """
 
     codec: str
     ratio: float
@@ -140,7 +147,7 @@ class StoredGroup(NamedTuple):
 
 
 def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[dict[int, StoredGroup], int]:
-    """Return each stored group, by number, and the tokens between resume points. Raises ConfigError."""
+    """Return the form of each stored group, by index, and the tokens between resume points. Raises ConfigError."""
     from manthan.vllm_hooks.groups import config_for, groups_for
     from manthan.vllm_hooks.memory import Shards, codec_of_other, memory_shapes
     from manthan.vllm_hooks.settled import settle_codec, settled_profile
@@ -160,13 +167,14 @@ def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tupl
 
 
 def _said(group: "KVCacheGroupSpec", how: StoredGroup | None, is_refused: bool) -> tuple[Grade, str]:
-    """Return a group's grade, and a sentence about it. how: None if the group is not stored.
+    """Return the grade and the sentence of the finding about a group. how: None if the group is not stored.
 
     is_refused: True if Manthan cannot be used with the model.
     """
     spec: Any = group.kv_cache_spec
     kind, layers = type(spec).__name__, len(group.layer_names)
-    nbytes = spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else layers)  # some specs count all layers
+    # A spec made of several specs already counts the bytes of all layers.
+    nbytes = spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else layers)
     is_state = kind == "MambaSpec"
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     size = f"a state of {nbytes:,} bytes" if is_state else f"{nbytes // spec.block_size:,} bytes a token"
@@ -184,7 +192,7 @@ def _said(group: "KVCacheGroupSpec", how: StoredGroup | None, is_refused: bool) 
 
 
 def _by_class(name: str) -> Finding:
-    """Return the finding about a model's class from `families.yaml`, for a model that cannot be built."""
+    """Return the finding about a model class, from `families.yaml`, for a model that cannot be built."""
     family = families().get(name)
     if family is None:
         return Finding(CACHE, Grade.WRONG, f"{name} is no class that generates text in vLLM {' or '.join(RELEASES)}.")
@@ -194,7 +202,7 @@ def _by_class(name: str) -> Finding:
 
 
 def _architectures(model: str) -> list[str]:
-    """Return the names of classes in a model's config.json. Raises OSError and ValueError."""
+    """Return `architectures` of a model's config.json: names of model classes. Raises OSError and ValueError."""
     found: Any = Path(model) / "config.json"
     if not Path(model).is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -211,5 +219,6 @@ def _architectures(model: str) -> list[str]:
 def _sentence(error: BaseException) -> str:
     """Return the line of an error's text that says what is wrong, without a full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    said = lines[1] if "validation error" in lines[0] and len(lines) > 1 else lines[0]  # pydantic's first line is none
+    # The first line of a pydantic error only counts the errors.
+    said = lines[1] if "validation error" in lines[0] and len(lines) > 1 else lines[0]
     return said.removeprefix("Value error, ").split(" [type=")[0].rstrip(".")[:200]

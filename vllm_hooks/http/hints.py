@@ -1,7 +1,8 @@
 """Hints on their way through vLLM: checked when a request comes in, and read when the request is scheduled.
 
-A client's hints are in `kv_transfer_params: {"manthan": {…}}`, and are checked when vLLM makes the engine's request. An
-orchestrator's hints are in vLLM's envelope `kv_hints`. These are advice: if they are wrong, the request is served.
+A hint tells Manthan about a session, for example to pin it. A client's hints are in
+`kv_transfer_params: {"manthan": {…}}`. They are checked when vLLM makes the engine's request; if they are wrong, the
+request is refused. An orchestrator's hints are in vLLM's envelope `kv_hints`; wrong ones are ignored.
 """
 
 import difflib
@@ -34,22 +35,27 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 ANSWER = {"session_id", "pinned", "refused", "lossy_tokens"}
+"""Keys of the answer to hints; see `answer_to`."""
 ACTION, ACTION_VERSION = "manthan.hints", "1.0"
-"""Action of vLLM's `kv_hints` whose payload is a mapping of hints, and the version known here."""
+"""Type of the action in vLLM's `kv_hints` whose payload is a mapping of hints, and the version known here."""
 CONTENT = "manthan-content-"
-"""Begin of a cache salt with a digest of an adapter's files. The request's own salt follows behind a slash."""
+"""Begin of a cache salt with a digest of content; see `Salts`. The salt without the digest follows behind a slash."""
 
 _incoming: ContextVar["Incoming"] = ContextVar("manthan_incoming")
 _salt_key = secrets.token_bytes(16)
 
 
 class RequestHintError(VLLMClientError, ValueError):
-    """Unusable hints: status 400 from the server, a ValueError from `LLM`."""
+    """Hints cannot be used. The server answers with status 400, and `LLM` raises a ValueError."""
 
 
 @dataclass(eq=False)
 class Incoming:
-    """Request on the way through the server. headers: pairs of name and value. then: called once checked."""
+    """HTTP request on the way through the server. headers: pairs of name and value.
+
+    is_checked: True once `checked` was called for the request. refusal: the error that `checked` raised, if any. then:
+    called at the end of `checked`.
+    """
 
     headers: Iterable[tuple[bytes, bytes]] = ()
     is_checked: bool = False
@@ -58,7 +64,7 @@ class Incoming:
 
 
 def keep(headers: Iterable[tuple[bytes, bytes]]) -> Incoming:
-    """Note a new request's headers, which `tenant_in` finds in all of the request's tasks. Return the new object."""
+    """Return an `Incoming` for a new HTTP request. `tenant_in` and `checked` find it in the request's tasks."""
     incoming = Incoming(headers)
     _incoming.set(incoming)
     return incoming
@@ -68,7 +74,7 @@ def keep(headers: Iterable[tuple[bytes, bytes]]) -> Incoming:
 
 
 def checked(vllm_config: "VllmConfig", params: object, session_id: str | None) -> object:
-    """Return the request's parameters, with the tenant. Raises RequestHintError for unusable hints."""
+    """Return `checked_params` of the request, or `params` if Manthan is off. Raises RequestHintError."""
     incoming = _incoming.get(None) or Incoming()
     try:
         check_session_id(session_id)
@@ -82,10 +88,10 @@ def checked(vllm_config: "VllmConfig", params: object, session_id: str | None) -
 
 
 def checked_params(params: object, header: str) -> object:
-    """Check the hints in a request's kv_transfer_params, and return these with the tenant added.
+    """Check the hints in a request's kv_transfer_params. Return `params`, with the header's tenant if `header` is set.
 
     header: name of the HTTP header that names the tenant; empty for none. Raises HintError for hints that cannot be
-    used, or a hint `tenant` despite such a header.
+    used, or for a hint `tenant` that differs from the header's tenant.
     """
     hints = _hints_in(params)
     if not header:
@@ -117,14 +123,15 @@ def _hints_in(params: object) -> Hints:
 
 
 def _is_answer(own: Any) -> TypeGuard[Mapping[str, Any]]:
-    """True for an answer to hints, handed on by proxies to the decoding engine."""
+    """True if this is an answer to hints. A proxy hands the prefill engine's answer to the decode engine as params."""
     return isinstance(own, Mapping) and own.keys() >= ANSWER
 
 
 def decoded_elsewhere(params: object) -> float:
-    """Number of a prompt's first tokens whose KV may be decoded in the engine that computed the prompt.
+    """Return the number of a prompt's first tokens whose KV may be lossy in the prefill engine.
 
-    That engine's answer only says how many tokens are lossy, so that all its cached tokens count.
+    That engine's answer says how many tokens are lossy, but not which. If any are, all its cached tokens count; or all
+    tokens, if the number of cached tokens is unknown.
     """
     if not isinstance(params, Mapping) or not _is_answer(own := params.get(EXTRA_KEY)) or not own["lossy_tokens"]:
         return 0
@@ -133,7 +140,7 @@ def decoded_elsewhere(params: object) -> float:
 
 
 def tenant_in(header: str) -> str:
-    """Tenant in the header of the current request; empty without the header. Raises HintError."""
+    """Return the tenant in a header of the current HTTP request; empty without the header. Raises HintError."""
     headers = (_incoming.get(None) or Incoming()).headers
     values = {value for name, value in headers if name.lower() == header.lower().encode()}
     if len(values) > 1:  # if a gateway has added its header to the client's, nothing tells them apart
@@ -155,7 +162,7 @@ def hints_of(request: "Request") -> Hints:
 
 
 def merged_hints(params: object, envelope: "KvHintsEnvelope | None") -> Hints:
-    """Return the client's hints, and of an orchestrator's hints those that do not contradict them.
+    """Return the client's hints, and those hints of an orchestrator that do not contradict the client's.
 
     Hints that cannot be used are left out. Of several actions with the same hint, the last counts.
     """
@@ -193,7 +200,7 @@ def _said(params: object) -> set[str]:
 
 
 def tenant_of(request: "Request") -> str:
-    """Return a request's tenant: by the hint, or a digest of the client's cache salt; empty without both."""
+    """Return a request's tenant: the hint `tenant`, or else a digest of the client's cache salt; empty without both."""
     named = hints_of(request).tenant
     if named or "tenant" in _said(request.kv_transfer_params):  # "" is the value of an absent header
         return named
@@ -206,9 +213,10 @@ def tenant_of(request: "Request") -> str:
 
 
 def answer_to(hints: Hints, outcome: "Outcome | None") -> dict[str, Any] | None:
-    """Return the response's kv_transfer_params: the outcome of the hints, and the prompt's lossy cached tokens.
+    """Return the response's kv_transfer_params: the outcome of the hints, and how many cached tokens were lossy.
 
-    None if there were neither hints nor lossy tokens.
+    Lossy tokens have KV that was decoded, or computed behind decoded KV. Return None if there were neither lossy tokens
+    nor hints except `tenant`.
     """
     if outcome is None or not (set(hints.given) - {"tenant"} or outcome.lossy_tokens):
         return None

@@ -1,4 +1,4 @@
-"""ASGI middleware of vLLM's server: routes below /manthan, hints in headers, and 400 for a refused streamed request."""
+"""ASGI middleware of vLLM's server: routes below /manthan, tenants in headers, and status 400 for refused streams."""
 
 import asyncio
 import ipaddress
@@ -27,16 +27,16 @@ App = Callable[..., Awaitable[None]]
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 LONGEST_BODY = 64 * 1024
-"""Most bytes of a request's body below /manthan."""
+"""Most bytes of the body of a request below /manthan."""
 MOST_HELD = 8
-"""Most messages of a stream to hold back. Some routes send several before they make the engine's request."""
+"""Most messages of a stream to hold back. Some routes send several before vLLM makes the engine's request."""
 HOLD_S = 30.0
-"""Most seconds to hold a stream back. Some streams never come with a request to the engine, which would be checked."""
+"""Most seconds to hold a stream back. For some streams vLLM never makes an engine's request with hints to check."""
 SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class Middleware:
-    """Outermost middleware of the server: it sees requests before vLLM's own middleware does."""
+    """Outermost middleware of the server: requests reach it before vLLM's own middleware."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -63,9 +63,9 @@ class Middleware:
 
 
 def add_api(app: FastAPI) -> bool:
-    """Add the HTTP API and the live page to vLLM's app, if it runs Manthan and `api.enabled` is true.
+    """Add the HTTP API and the live page to vLLM's app, if the server runs Manthan and `api.enabled` is true.
 
-    Return True if restores are to be rechecked.
+    Return True if they were added and restores are to be rechecked (`codec.guard`).
     """
     args = app.state.args
     if not is_on(args) or not (config := (whole := from_vllm_config(args)).api).enabled:
@@ -86,7 +86,7 @@ def add_api(app: FastAPI) -> bool:
 
 
 def address_of(args: Namespace) -> str:
-    """Return the address at which a browser on this machine reaches the server; empty for a Unix socket."""
+    """Return the URL at which a browser on this machine reaches the server; empty for a Unix socket."""
     port, host = getattr(args, "port", None), getattr(args, "host", None) or ""
     if not port or getattr(args, "uds", None):
         return ""
@@ -95,10 +95,10 @@ def address_of(args: Namespace) -> str:
 
 
 class HeldAnswer:
-    """Answer whose messages, if it is a stream, are held back until Manthan has checked the request's hints.
+    """Answer to an HTTP request. A streamed answer is held back until Manthan has checked the request's hints.
 
-    Without it a wrong hint could not be answered by 400: vLLM sends status 200 of a stream before it makes the
-    engine's request, in which hints are checked.
+    vLLM sends a stream's status 200 before it makes the engine's request, whose hints are checked. Without the delay a
+    wrong hint could not be answered with status 400.
     """
 
     def __init__(self, incoming: Incoming, scope: dict[str, Any], receive: Any, send: Send) -> None:
@@ -106,10 +106,10 @@ class HeldAnswer:
         self._lock = asyncio.Lock()
         self._held: list[Message] | None = None
         self.is_refused = False
-        """True once 400 was sent instead of the stream."""
+        """True once status 400 was sent instead of the stream."""
 
     async def send(self, message: Message) -> None:
-        """Send a message of the answer, or hold the message back."""
+        """Send an ASGI message of the answer, or hold the message back."""
         async with self._lock:
             kind = dict(message.get("headers", ())).get(b"content-type", b"")
             is_stream = message["type"] == "http.response.start" and kind.startswith(b"text/event-stream")
@@ -128,7 +128,7 @@ class HeldAnswer:
                 await self._send(message)
 
     async def go_on(self) -> None:
-        """Send the held messages, or 400 instead if the request was refused."""
+        """Send the held messages, or status 400 instead if the request's hints were refused."""
         async with self._lock:
             await self._release()
 
@@ -152,9 +152,9 @@ class Gate:
     Args:
         app: the next middleware.
         has_key: returns True for headers with a valid API key; None for a server without keys.
-        hosts: values of `Host` that a server without keys accepts, besides localhost and IP addresses. A hostile page
-            may have its own name resolve to this server (DNS rebinding), but that name is not among them.
-        origins: origins of pages that may pin and release sessions on a server without keys.
+        hosts: host names in `Host` that a server without keys accepts, besides localhost and IP addresses. The name of
+            a hostile page may resolve to this server (DNS rebinding), but is not among them.
+        origins: further origins whose pages may change sessions on a server without keys.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Gate:
         self._app, self._has_key, self._hosts, self._origins = app, has_key, hosts, origins
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        path = get_route_path(scope) if scope["type"] == "http" else ""  # the router's path
+        path = get_route_path(scope) if scope["type"] == "http" else ""  # without the root path, as routes see it
         if path == PREFIX or path.startswith(f"{PREFIX}/"):
             try:
                 self._check(scope["method"], path, Headers(scope=scope))
@@ -189,7 +189,7 @@ class Gate:
             raise ApiError(413, f"Content-Length must be at most {LONGEST_BODY} bytes, not {shown}.", "Content-Length")
 
     def _check_host(self, host: str) -> None:
-        """Raise ApiError for a name that another site can have: neither in `hosts`, nor localhost, nor an address."""
+        """Raise ApiError for a host name that is neither in `hosts`, nor localhost, nor an IP address."""
         with suppress(ValueError):
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".").lower()
             if name in self._hosts or name == "localhost" or name.endswith(".localhost") or ipaddress.ip_address(name):
@@ -200,7 +200,8 @@ class Gate:
     def _check_origin(self, headers: Headers) -> None:
         """Raise ApiError if the request comes from a page of an origin that is not allowed.
 
-        See `Origin` and `Sec-Fetch-Site` in the Fetch standard. Browsers send the second only with TLS or to localhost.
+        See `Origin` and `Sec-Fetch-Site` in the Fetch standard. Browsers send `Sec-Fetch-Site` only with TLS or to
+        localhost.
         """
         origin, site = headers.get("origin", ""), headers.get("sec-fetch-site")
         is_own = site in ("same-origin", "none") if site else urlsplit(origin).netloc == headers.get("host")

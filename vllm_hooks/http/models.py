@@ -1,6 +1,6 @@
-"""Requests and answers of the HTTP API. Times are Unix seconds, bytes of all ranks together.
+"""Requests and answers of the HTTP API. Times are Unix seconds. Bytes are of all ranks together.
 
-Descriptions of given parameters and fields complete the sentence "NAME must be …".
+The description of a parameter or field that clients send completes the sentence "NAME must be …".
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ from manthan.manager.session.table import SessionState
 
 MOST_ROWS = 500
 FARTHEST = 1_000_000
+"""Largest `limit` and `offset` of a `SessionQuery`."""
 STATES = f"some of {', '.join(SessionState)}, with commas between them"
 RISING = (Sort.ID, Sort.STATE, Sort.EXPECTED)
-"""Orders that begin with the smallest by default. All others begin with the largest."""
+"""Values of `sort` whose lists begin with the smallest value by default. Lists of all others begin with the largest."""
 
 
 def _states(text: str) -> list[str]:
@@ -43,7 +44,7 @@ class SessionQuery(BaseModel):
     offset: int = Field(default=0, ge=0, le=FARTHEST, description=f"a whole number from 0 to {FARTHEST}")
 
     def query(self, bound: str | None) -> dict[str, Any]:
-        """Return the fields of a `Query`."""
+        """Return the fields of a `Query`, as a mapping. bound: tenant that asks; None for access to all tenants."""
         order = self.order or ("asc" if self.sort in RISING else "desc")
         given = {"bound": bound, "states": _states(self.state) if self.state else None, "descending": order == "desc"}
         return self.model_dump(mode="json", exclude={"state", "order"}) | given
@@ -51,13 +52,13 @@ class SessionQuery(BaseModel):
 
 @dataclass(frozen=True)
 class SessionWithHistory(SessionInfo):
-    """Session with the last 64 events, the newest last."""
+    """Session with its last 64 events in `life`, the newest last."""
 
     life: tuple[HistoryEvent, ...] = ()
 
 
 class Sessions(BaseModel):
-    """Page of a list of sessions. total: number of sessions on all pages."""
+    """Page of a list of sessions. total: number of sessions on all pages. now: time of the answer."""
 
     total: int
     now: float
@@ -65,7 +66,7 @@ class Sessions(BaseModel):
 
 
 class Policy(BaseModel):
-    """order: ids of the first 50 sessions to lose their saved blocks, if the store needs room."""
+    """Eviction policy. order: ids of the first 50 sessions to lose their saved blocks if the tiers need room."""
 
     name: str
     options: dict[str, Any]
@@ -79,7 +80,10 @@ class TierState(BaseModel):
 
 
 class Measuring(BaseModel):
-    """Configured codec before the guard's verdict: it was measured on `blocks` of `of` blocks."""
+    """Configured codec before the guard's verdict on it.
+
+    blocks: number of blocks on which its loss was measured. of: number of blocks needed for a verdict.
+    """
 
     codec: str
     blocks: int
@@ -89,7 +93,8 @@ class Measuring(BaseModel):
 class StoreState(BaseModel):
     """Cold store. up: True if the store answers. codec: codec of new blocks.
 
-    verdict: the guard's on the configured codec: none, faithful, slow or unfaithful. measuring: until there is one.
+    The guard measures the configured codec's loss on the model's KV, and may choose another codec. verdict: on the
+    configured codec: none, faithful, slow or unfaithful. measuring: None without measurements under way.
     """
 
     kind: str
@@ -101,7 +106,7 @@ class StoreState(BaseModel):
 
 
 class PoolState(BaseModel):
-    """vLLM's KV pool. session_bytes: unsaved KV bytes of sessions and requests."""
+    """vLLM's KV pool. session_bytes: bytes of blocks of sessions and requests that are not saved."""
 
     block_tokens: int
     blocks: int
@@ -111,10 +116,10 @@ class PoolState(BaseModel):
 
 
 class CoreState(BaseModel):
-    """sessions: number by state. token_s: seconds per token of a full step; None if unknown.
+    """State of an engine core. sessions: number by state. token_s: seconds for a token in full steps; None if unknown.
 
-    totals: since the start. Of prompt_tokens, computed_tokens were neither resident nor restored, and lossy_tokens were
-    decoded or computed behind decoded ones. restore_ms: time of all restores of requests.
+    totals: sums since the start. Of prompt_tokens, computed_tokens were neither resident nor restored, and lossy_tokens
+    had KV that was decoded or computed behind decoded KV. restore_ms: time of all restores of requests.
     """
 
     now: float
@@ -132,7 +137,7 @@ class EngineState(CoreState):
 
 
 class Setting(BaseModel):
-    """Value of the configuration and source: flag, file, environment, argument or default."""
+    """Value of a setting, and its source: flag, file, environment, argument or default."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -148,7 +153,7 @@ class ErrorInfo(BaseModel):
 
 
 class Error(BaseModel):
-    """Error, with the same fields as vLLM's own."""
+    """Error, with the same fields as errors of vLLM's server."""
 
     error: ErrorInfo
 
@@ -163,15 +168,15 @@ class Nothing(BaseModel):
 
 
 class Pin(Nothing):
-    """Seconds to pin a session; null to pin it until it is unpinned or released."""
+    """Body of a request to pin a session. seconds: null to pin it until it is unpinned or released."""
 
     seconds: float | None = Field(default=None, gt=0, le=LONGEST_S, allow_inf_nan=False, description=SECONDS)
 
 
 class Expect(Pin):
-    """Seconds until the client returns, or the tool that it waits for, or both.
+    """Body of a request that announces a session's return: `seconds` until then, the tool that it waits for, or both.
 
-    With a tool alone, the seconds are learned from the tenant's earlier sessions that waited for it.
+    With a tool alone, the seconds are learned from the tenant's earlier sessions that waited for the tool.
     """
 
     tool: PrintableName = Field(default="", description=TOOL_NAME)
@@ -186,3 +191,4 @@ class Expect(Pin):
 RIGHTS = {
     name: str(field.description) for model in (SessionQuery, Expect) for name, field in model.model_fields.items()
 }
+"""Description of each parameter or field that clients send, for the sentence "NAME must be …"."""

@@ -1,6 +1,6 @@
 """Live page at `/manthan/`: files of the folder `page`, served unchanged.
 
-The files need no API key, because they carry no data. The page asks the user for the key, and the API for the data.
+The files need no API key, because they have no data. The page asks the user for the key, and the API for the data.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from fastapi.responses import RedirectResponse, Response
 
 PREFIX = "/manthan"
 HEADERS = {
-    # Nothing is loaded from or sent to another host, no script stands in the HTML, and no site may frame the page.
+    # The page may load from and send to this server only, have no script within the HTML, and not be framed.
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-cache",
     "Referrer-Policy": "no-referrer",
@@ -25,13 +25,13 @@ FILES = {
     if PurePath(file.name).suffix in KINDS
 }
 PATHS = frozenset({PREFIX, f"{PREFIX}/", *(f"{PREFIX}/{name}" for name in FILES)})
-"""Paths that need no API key."""
+"""Paths of the page and its files: requests that only read them need no API key."""
 
 
 def page_router() -> APIRouter:
     """Return the routes of the page and of the page's files."""
     router = APIRouter(prefix=PREFIX, include_in_schema=False)
-    # The redirect is relative, because a proxy may put a path before it.
+    # The redirect is relative, because a proxy may serve this server below a path of its own.
     router.add_api_route("", lambda: RedirectResponse("manthan/"), methods=["GET"], response_model=None)
     router.add_api_route("/", _sender("index.html"), methods=["GET"])
     for name in FILES:

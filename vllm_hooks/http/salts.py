@@ -1,8 +1,8 @@
-"""Cache salts, so that tenants share no block with each other, nor LoRA adapters of different content.
+"""Cache salts, by which tenants share no block with each other, and different LoRA adapters share none.
 
-vLLM hashes a request's `cache_salt` into the first block, and thereby into all later blocks. A tenant's salt is made of
-the tenant's name and the client's salt. A salt also has a digest of the request's adapter, because vLLM tells adapters
-apart by name and path only, and compressed blocks outlive the engine.
+vLLM hashes a request's `cache_salt` into the hash of the first block, and thereby of all later blocks. A tenant's salt
+is a digest of the tenant's name and the client's salt. A salt also has a digest of the files of the request's adapter,
+because vLLM tells adapters apart by name and path only, while compressed blocks may outlive the engine.
 """
 
 import hashlib
@@ -25,18 +25,19 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 MARK = "manthan-"
-"""Begin of all salts made here. A client's salt that begins so is replaced."""
+"""Begin of all salts made here. A client's salt with this begin is replaced by a salt made here."""
 NBYTES = 24
+"""Bytes of a tenant's digest."""
 PURPOSE = "cache salts of tenants"
 FILES = ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
-"""Files of an adapter's folder that decide the adapter's results."""
+"""Patterns of files in an adapter's folder that decide the adapter's results."""
 
 
 class Salts:
-    """Cache salts of an engine. key: of the digests, at most 64 bytes. isolate: True if each tenant has a salt.
+    """Cache salts of an engine. key: of the tenants' digests, at most 64 bytes. isolate: True if tenants have salts.
 
-    A client's salt that looks like a tenant's is replaced in any case, because another engine may have stored blocks
-    under that tenant's salt.
+    A client's salt that looks like a salt made here is replaced even without `isolate`. A client could otherwise find
+    blocks that another engine stored for a tenant.
     """
 
     def __init__(self, key: bytes, isolate: bool) -> None:
@@ -52,9 +53,9 @@ class Salts:
         adapter: "LoRARequest | None",
         is_known: bool,
     ) -> str | None:
-        """Return the salt of a request. params, envelope: its kv_transfer_params and kv_hints.
+        """Return the salt of a request. params, envelope: its kv_transfer_params and kv_hints. salt: the client's.
 
-        is_known: False if the media's content is not known here, so that no other engine may use the blocks.
+        is_known: False if the content of the request's media is unknown. No other engine may then use its blocks.
         """
         tenant, own, salted = merged_hints(params, envelope).tenant if self._isolate else "", salt or "", salt
         if tenant or own.startswith(MARK):
@@ -67,7 +68,7 @@ class Salts:
 
 
 def salts_of(config: ManthanConfig) -> Salts:
-    """Return an engine's salts. If compressed blocks outlive the engine, all engines of the store have the same key."""
+    """Return an engine's salts. Engines with the same lasting store have the same key: tenants find their blocks."""
     store, isolate = config.tiers, config.tenants.isolate
     if keys := keys_of(config.sealing):
         return Salts(derived(keys[-1], PURPOSE), isolate)
@@ -78,7 +79,7 @@ def salts_of(config: ManthanConfig) -> Salts:
 
 
 class FileState(NamedTuple):
-    """State of a file, to detect a change. changed_ns: st_ctime_ns, a time of the file system that no user can set."""
+    """State of a file, to detect a change. changed_ns: st_ctime_ns, which programs cannot set, unlike st_mtime_ns."""
 
     path: Path
     nbytes: int
@@ -87,9 +88,10 @@ class FileState(NamedTuple):
 
 
 class Adapters:
-    """Digest of each adapter's files, by vLLM's number of the adapter.
+    """Digest of each adapter's files, by `lora_int_id`.
 
-    vLLM may read the files at any time. Therefore files that changed since this object was made have no digest.
+    vLLM may read the files at any time. Therefore files that changed after this object was made get a random name
+    instead of a digest, so that no other engine finds the blocks.
     """
 
     def __init__(self) -> None:
@@ -97,7 +99,7 @@ class Adapters:
         self._known: dict[int, tuple[list[FileState], str]] = {}
 
     def content(self, adapter: "LoRARequest") -> str:
-        """Return the digest of the files; if vLLM may have read other files, a name that no other engine has."""
+        """Return the digest of the adapter's files; or a random name, if vLLM may have read other content."""
         files = files_in(folder_of(adapter.lora_path))
         known = self._known.get(adapter.lora_int_id)
         if known is None or known[0] != files:
@@ -114,14 +116,14 @@ class Adapters:
 
 @cache
 def folder_of(path: str) -> Path:
-    """Return an adapter's folder. A name of the Hugging Face Hub is looked up once, because the lookup asks the hub."""
+    """Return an adapter's folder, by path or by name. A name is looked up once, because the lookup asks the hub."""
     from vllm.lora.utils import get_adapter_absolute_path
 
     return Path(get_adapter_absolute_path(path))
 
 
 def files_in(folder: Path) -> list[FileState]:
-    """Return the states of an adapter's files; none if the folder is missing, or changes meanwhile."""
+    """Return the states of an adapter's files; none if the folder is missing, or a file is removed during the call."""
     try:
         stats = [(path, path.stat()) for path in sorted({path for name in FILES for path in folder.glob(name)})]
     except OSError:
@@ -130,7 +132,7 @@ def files_in(folder: Path) -> list[FileState]:
 
 
 def digest_of(files: list[FileState]) -> str:
-    """Return the digest of the files' names and content; empty if they change meanwhile."""
+    """Return a digest of the names and content of files; empty if a file changed after its state was taken."""
     digest = hashlib.sha256()
     try:
         for each in files:
