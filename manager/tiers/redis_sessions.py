@@ -25,8 +25,8 @@ from manthan.manager.tiers.tier import TierError
 logger = logging.getLogger("vllm.manthan.redis")
 
 Needed: TypeAlias = Callable[[int], Sequence[BlockName]]
-"""Function that takes a number of a prompt's first blocks. It returns the blocks of further KV cache groups that a
-request needs to continue behind these."""
+"""Function that takes a number of looked-up blocks. It returns the blocks of further KV cache groups that a request
+needs to continue behind these."""
 CLOSE_S = 5.0  # most seconds that `close` waits
 REST_S = 0.5  # seconds until the next try while Redis has no free memory
 RENEW = 1 / 16  # share of the time to live after which a used session's blocks get the full time to live again
