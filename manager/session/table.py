@@ -269,7 +269,7 @@ class SessionTable:
         self._remembered: dict[bytes, Session] = {}
         """Sessions by tenant + `Session.tip`, with or without blocks. Many of the oldest are removed at once."""
         self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
-        self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, so that ids tell of no other tenant
+        self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant: a common count would tell
         self._forks = defaultdict[str, Iterator[int]](lambda: count(2))
 
     # -- sessions -------------------------------------------------------------------------------------
