@@ -36,7 +36,7 @@ class _Load:
 
     session_id: str
     number: int  # `Session.number`
-    rows: Rows  # BlockTable rows of the session's blocks, then of the blocks that its last resume point needs
+    rows: Rows  # BlockTable rows: of the session's blocks, then of its last resume point; see `resume_points`
     block_ids: list[int]  # for each row, the pool's block, which is referenced
     is_loaded: list[bool]  # for each row, False if the block was resident
     marks: NDArray[np.uint8]  # for each row, the `Mark` of the KV that the load brings
@@ -66,7 +66,7 @@ class Prefetcher:
         """By id of a session to prefetch: the time after which a prefetch is too late, and `Session.uses` at entry."""
         self.load: _Load | None = None  # the prefetch under way
         self.ready: dict[int, tuple[str, int, Rows]] = {}
-        """By first loaded row: id, number and rows of a session that was prefetched and has had no request since."""
+        """By first loaded row: id, `Session.number` and rows of a session that was prefetched and not used since."""
         self._look_after = 0.0
         self.look_at = inf  # time of the next search for room; infinity if none is planned
         self.was_settled = False  # True if a prefetch has ended since the last step, so that another may begin
@@ -127,7 +127,7 @@ class Prefetcher:
         return awaited
 
     def _is_whole(self, session: Session) -> bool:
-        """True if the last resume point of a cold session stands, or if the model needs no resume points."""
+        """True if a cold session can be continued: if all blocks of a resume point needed at its end are saved."""
         points = self._manager.points
         return not points.is_needed or bool(session.points and points.stands(session.points[-1]))
 
@@ -184,7 +184,10 @@ class Prefetcher:
         return jobs
 
     def _exact(self, most: int) -> list[tuple[int, int]]:
-        """Return index and row of each of the first `most` free blocks with exact KV that is saved only lossily."""
+        """Return index in the free queue, and row, of each block with exact KV that only a lossy codec has saved.
+
+        most: number of first blocks of the free queue to search.
+        """
         manager, marks = self._manager, self._pool.marks
         ahead = [(at, block) for at, block in self._pool.saved(most) if not marks[block.block_id]]
         rows = manager.blocks.find([block.group for _, block in ahead], [block.block_hash for _, block in ahead])

@@ -4,12 +4,12 @@ A session is a list of blocks of the main KV cache group. Models with only this 
 points. Further groups, of sliding windows or recurrent states, have the needed blocks only at a few lengths of a
 session. These blocks are stored at the request's end, because the pool overwrites them first. A session keeps the
 deepest resume point, and the resume point at the end of the last prompt, for a client that asks for another answer.
-Until all blocks are saved, the session also keeps the deepest resume point whose blocks are all saved.
+Until all blocks are saved, the session also keeps the deepest resume point up to which all blocks are saved.
 
-Ends of earlier prompts are spare points. A client whose template drops earlier thinking returns to a spare point. Spare
-points may take a share of the budget. If they take more, the session whose spare points take most bytes gives up a
-point that lies in the same stretch of blocks as an earlier point, or else its first point. The length of a point's
-stretch is the greatest power of two that is not above the point's distance from the session's end.
+Ends of earlier prompts are spare points. A client whose chat template drops earlier thinking continues from a spare
+point. Spare points may take a share of the budget. If they take more, the session whose spare points take most bytes
+gives up a point that lies in the same stretch of blocks as an earlier point, or else its first point. The length of a
+point's stretch is the greatest power of two that is not above the point's distance from the session's end.
 
 A row is a block's number in the BlockTable. A point stands if all its blocks of further groups are saved.
 """
@@ -45,7 +45,7 @@ class ResumePoints:
 
     @property
     def standing(self) -> int:
-        """Number of points whose blocks are all saved."""
+        """Number of points that stand; see the module's docstring."""
         return len(self._standing)
 
     def at(self, row: int) -> ResumePoint | None:
@@ -149,7 +149,7 @@ class ResumePoints:
             self._leave_spare(max(self._taken, key=self._taken.__getitem__))
 
     def _set_spare(self, session: Session, points: list[ResumePoint]) -> None:
-        """Note a session's spare points, without the deepest standing point, because no other point may stand."""
+        """Note a session's spare points, except its deepest standing point, which may be the only standing point."""
         self._spare.pop(session, None)
         self._taken.pop(session, None)
         deepest = next((point for point in reversed(session.points) if self.stands(point)), None)

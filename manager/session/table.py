@@ -92,7 +92,7 @@ class Session(Struct, eq=False, gc=False):
     requests: frozenset[str] = _NO_REQUESTS  # ids of the running requests
     is_cold: bool = False
     points: tuple[ResumePoint, ...] = ()  # resume points, the deepest last
-    prompt_depth: int = 0  # depth of the resume point at the end of the last prompt; 0 without one
+    prompt_depth: int = 0  # depth of the resume point at the last prompt's end; 0 if only the deepest is kept
     refusals: int = 0  # number of consecutive stores that the tiers had no room for, or that failed
     refused_until: float = 0.0  # time until which the session is not saved, after a failed store
     is_pressed: bool = False  # True if the session is being saved because the pool is short of blocks
@@ -192,7 +192,7 @@ class Order:
         self._levels[priority].used(view)
 
     def leave(self, session_id: str, *, evicted: bool = False) -> None:
-        """Take a session out. evicted: True if the policy chose it. Unknown ids are ignored."""
+        """Take a session out. evicted: True if the policy chose the session as a victim. Unknown ids are ignored."""
         if (level := self._level_of.pop(session_id, None)) is not None:
             policy = self._levels[level]
             (policy.evicted if evicted else policy.forget)(session_id)
@@ -215,7 +215,7 @@ class SessionsBy(dict[object, tuple[Session, ...]]):
         return ()
 
     def add(self, key: object, session: Session) -> None:
-        """Enter a session, once."""
+        """Enter a session. It must not be entered under this key yet."""
         self[key] = (*self[key], session)
 
     def remove(self, key: object, session: Session) -> None:
@@ -269,7 +269,7 @@ class SessionTable:
         self._remembered: dict[bytes, Session] = {}
         """Sessions by tenant + `Session.tip`, with or without blocks. Many of the oldest are removed at once."""
         self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
-        self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant: a common count would tell
+        self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, to hide others' numbers
         self._forks = defaultdict[str, Iterator[int]](lambda: count(2))
 
     # -- sessions -------------------------------------------------------------------------------------
@@ -573,7 +573,7 @@ class SessionTable:
             self._prompts[prompt] = session
 
     def _used(self, rows: Rows) -> Rows:
-        """Return the rows up to the first that no session has."""
+        """Return the rows before the first whose block no session has."""
         return rows[: first_false(self.blocks.users[rows] > 0)]
 
     def _longest(self, rows: Rows, name: str | None, tenant: str) -> Session | None:

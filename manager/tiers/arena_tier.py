@@ -72,7 +72,7 @@ class ArenaTier(Tier):
         """Erase the bytes at these addresses."""
 
     def _shorten(self, name: BlockName, placed: Placed) -> None:
-        """Write the new size of a cut block to the medium, before the cut-off end is erased. RAM has no sizes."""
+        """Write the new size of a cut block to the medium, before the cut-off end is erased. Do nothing in RAM."""
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         causes = {key: self._put((group, key), buf) for key, buf in blocks.items()}
@@ -138,7 +138,7 @@ class ArenaTier(Tier):
                     self._blocks.move_to_end(name)
 
     def make_room(self, nbytes: int) -> bool:
-        """Drop the least recently used blocks until `nbytes` bytes are free. Return False if fewer stay free."""
+        """Drop the least recently used blocks until `nbytes` bytes are free. Return False if fewer are free then."""
         with self._lock:
             free = self.usable - self._arena.used + self._dropped_nbytes
             while free < nbytes <= self.usable and self._blocks:

@@ -140,10 +140,10 @@ def found_in(folder: Path, shard: Shard) -> dict[BlockName, list[int]]:
 
 
 def remove_others(path: Path, name: str, counts: Container[int]) -> dict[str, int]:
-    """Remove Manthan's folders of other namespaces than `name`, and in `name` the folders that cannot be read.
+    """Remove Manthan's folders of other namespaces than `name`, and in `name` the ranks' folders that are of no use.
 
     Args:
-        counts: Numbers of ranks. Folders of servers with another number of ranks cannot be read.
+        counts: Numbers of ranks. Blocks of servers with another number of ranks cannot be read.
 
     Returns: Bytes of each removed folder, by name relative to `path`.
     """

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from manthan.manager.tiers.shards import Shard
 
 FALL, HALF = 0.25, 512
-"""Share of the time to live that the last block of an endless session lacks; depth in blocks that lacks half of it."""
+"""Share of the time to live that the end of an endless session lacks; depth, in blocks, that lacks half this share."""
 SAMPLES = 64  # most block hashes in the Redis hash of a session. Each is cut to its first 4 bytes
 FIRST_TTL = 0.5  # share of the time to live that a block has from its store until its session is written
 

@@ -31,14 +31,14 @@ CLOSE_S = 5.0  # most seconds that `close` waits
 REST_S = 0.5  # seconds until the next try while Redis has no free memory
 RENEW = 1 / 16  # share of the time to live after which a used session's blocks get the full time to live again
 FIRST, RUN, SWITCHES = 32, 256, 16
-"""Blocks that a lookup asks for first, few because most prompts are unknown; consecutive blocks that are taken to be
-as large as the middle block; most changes of the number of shards from block to block of a lookup."""
+"""Blocks that a lookup asks for first, few so that a lookup of an unknown prompt is short; consecutive blocks taken to
+be as large as their middle block; most changes of the number of shards along a lookup's blocks."""
 DELETED = (DropCause.FAILED, DropCause.ABANDONED, DropCause.EXPIRED, DropCause.RELEASED)
 """Causes of this engine's drops for which blocks are deleted from Redis, though other engines may use the blocks.
 
 Blocks dropped for another cause, such as lack of room, stay in Redis.
 """
-LASTING = (DropCause.EXPIRED, DropCause.RELEASED)  # causes for which blocks are deleted even if Redis is down: later
+LASTING = (DropCause.EXPIRED, DropCause.RELEASED)  # causes for which blocks are deleted when Redis is back
 
 
 class StoredPoint(NamedTuple):

@@ -9,7 +9,7 @@ from manthan.manager.tiers.tier import Buffer, Found, Tier
 
 
 class StackedTier(Tier):
-    """Tier that writes each block to both tiers, and reads a block from the front tier if the front tier has it.
+    """Tier that writes each block to both tiers. The front tier keeps the blocks stored or read last, to read these.
 
     Args:
         front: RAM, or a disk, with a budget of its own. Its least recently used blocks make room for new blocks.
