@@ -14,7 +14,7 @@ class Sparing:
         self._quiet_until: dict[str, float] = {}
 
     def due(self, what: str) -> int:
-        """Count an event of subject `what`. If a log line is due, return the events since the last line; else 0."""
+        """Count an event of `what`. Return the number of events since the last line if a line is due; else 0."""
         with self._lock:
             self._unsaid[what] += 1
             if time.monotonic() < self._quiet_until.get(what, 0.0):

@@ -37,12 +37,12 @@ class Ranking:
 
     @property
     def least(self) -> float:
-        """The least number; infinity without keys."""
+        """Least number of all keys; infinity without keys."""
         first = self.first()
         return inf if first is None else first.rank
 
     def set(self, key: str, rank: float, age: float | None = None) -> None:
-        """Give a key a number. Among equal numbers the least `age` is first. With None, the key set earlier is."""
+        """Give a key a number. Among equal numbers the least `age` is first; with None, the key that was set first."""
         self._entries[key] = entry = Entry(rank, next(self._count) if age is None else age, key)
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._entries) + 64:

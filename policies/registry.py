@@ -1,4 +1,4 @@
-"""Policies by name: Manthan's own, and those that other packages register in the entry point group below."""
+"""Policies by name: Manthan's own, and classes that other packages register as entry points in ENTRY_POINT_GROUP."""
 
 import difflib
 import inspect

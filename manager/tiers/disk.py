@@ -241,7 +241,7 @@ class DiskTier(ArenaTier):
             placed.digest = _digest(self._read_body(placed))
             write_all(self._fd, memoryview(_header(name, placed)), placed.extents[0].start)
         except OSError as error:
-            self._complain(f"a block that was cut cannot be written down: {error.strerror}")
+            self._complain(f"the header of a block that was cut cannot be written: {error.strerror}")
 
     def _arena_around(self, blocks: Iterable[Placed], nbytes: int) -> Arena:
         """Return an arena in which the extents of `blocks` are taken. Erase the file's other bytes. Raises OSError."""

@@ -38,7 +38,7 @@ DELETED = (DropCause.FAILED, DropCause.ABANDONED, DropCause.EXPIRED, DropCause.R
 
 Blocks dropped for another cause, such as lack of room, stay in Redis.
 """
-LASTING = (DropCause.EXPIRED, DropCause.RELEASED)  # causes for which blocks are deleted when Redis is back
+LASTING = (DropCause.EXPIRED, DropCause.RELEASED)  # causes for which a drop while Redis is down deletes blocks later
 
 
 class StoredPoint(NamedTuple):

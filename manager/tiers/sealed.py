@@ -1,8 +1,8 @@
 """Encryption of compressed blocks and journals in storage ("sealing"), with AES-256-GCM; see docs/security.md.
 
 The key file has a key on each line, 32 random bytes in base64. The first key seals (encrypts). The others are old keys,
-with which values can still be opened (decrypted). Each tenant's keys are derived from the file's keys. A sealed value
-is, little-endian:
+with which values can still be opened (decrypted). Each tenant's keys, and a mark that tells the key, are derived from
+the file's keys. A sealed value is, little-endian:
 
     magic "MNS" · version u8 · mark of the key, 8 bytes · salt, 16 bytes · nonce, 12 bytes · ciphertext, with tag
 

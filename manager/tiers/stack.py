@@ -9,7 +9,7 @@ from manthan.manager.tiers.tier import Buffer, Found, Tier
 
 
 class StackedTier(Tier):
-    """Tier that writes each block to both tiers. The front tier keeps the blocks stored or read last, to read these.
+    """Tier that writes each block to both tiers. The front tier keeps the blocks stored or read last.
 
     Args:
         front: RAM, or a disk, with a budget of its own. Its least recently used blocks make room for new blocks.

@@ -122,5 +122,5 @@ class Tier(ABC):
 
 
 TIER_KINDS = ("host", "device", "disk", "redis")
-"""Values of the option `tiers.kind`. On a GPU's codec, blocks of "host" and "device" are not in a `Tier`, but in
-`vllm_hooks/worker/slabs.py`."""
+"""Values of the option `tiers.kind`. If the codec runs on the GPU, blocks of "host" and "device" are not in a `Tier`,
+but in `vllm_hooks/worker/slabs.py`."""
