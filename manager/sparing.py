@@ -1,4 +1,4 @@
-"""Log lines for events that may happen thousands of times."""
+"""Limit on log lines about events that may happen thousands of times."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ from collections import Counter
 
 
 class Sparing:
-    """Says when to log: at a subject's first event, and then once in `quiet_s` seconds at most. Thread-safe."""
+    """Tells when to log events of a subject: the first, and then at most one in `quiet_s` seconds. Thread-safe."""
 
     def __init__(self, quiet_s: float) -> None:
         self._quiet_s, self._lock = quiet_s, threading.Lock()
@@ -14,7 +14,7 @@ class Sparing:
         self._quiet_until: dict[str, float] = {}
 
     def due(self, what: str) -> int:
-        """Count an event of subject `what`. Return the number of events since the last line if one is due; else 0."""
+        """Count an event of `what`. Return the number of events since the last line if a line is due; else 0."""
         with self._lock:
             self._unsaid[what] += 1
             if time.monotonic() < self._quiet_until.get(what, 0.0):

@@ -1,4 +1,4 @@
-"""Background job that wakes an engine without requests when an idle session is due to be saved."""
+"""Background job that wakes an engine without requests when work is due, such as saving an idle session."""
 
 import logging
 from collections.abc import Callable
@@ -6,25 +6,25 @@ from collections.abc import Callable
 from apscheduler.executors.debug import DebugExecutor
 from apscheduler.schedulers.background import BackgroundScheduler
 
-LATE_SHARE = 0.25  # longest delay of a due session's eviction, as a share of idle.after_s
+LATE_SHARE = 0.25  # period of the calls of `due`, and so the longest delay of due work, as a share of `idle_after_s`
 SHORTEST_S = 0.01  # least seconds between two calls of `due`
 
 logger = logging.getLogger("vllm.manthan.sweeper")
 
 
 class Sweeper:
-    """Calls `due` periodically, and `ring` if `due` returned True. Both run on the job's thread.
+    """Background job that calls `due` periodically, and `ring` if `due` returned True. Both run on the job's thread.
 
-    idle_after_s: seconds until an idle session is due. The period is LATE_SHARE of this.
+    idle_after_s: shortest delay after which work becomes due, in seconds. The period is LATE_SHARE of the delay.
     """
 
     def __init__(self, idle_after_s: float, due: Callable[[], bool], ring: Callable[[], None]) -> None:
         self._due, self._ring = due, ring
-        # APScheduler logs each start and stop, and each call that it skips because the last one still runs. Set here,
-        # because vLLM's import sets up logging anew.
+        # APScheduler logs each start and stop, and each call that it skips because the last one still runs. The level
+        # is set here, not at import, because vLLM's import sets up logging anew.
         logger.setLevel(logging.ERROR)
-        # UTC, because APScheduler would look for the machine's time zone. DebugExecutor runs jobs on the scheduler's
-        # thread. Python ends thread pools before a process that was not shut down: each tick would then be an error.
+        # UTC is given, because APScheduler would else look for the machine's time zone. DebugExecutor runs jobs on
+        # APScheduler's thread, not in a pool. At exit Python ends pools first, and each later tick would be an error.
         self._scheduler = BackgroundScheduler(timezone="UTC", logger=logger, executors={"default": DebugExecutor()})
         self._scheduler.add_job(
             self._tick,

@@ -1,4 +1,4 @@
-"""Messages between scheduler and workers: a transfer, and its result on each rank."""
+"""Messages between scheduler and workers: a transfer of KV blocks, and the transfer's result on each rank."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,18 +10,18 @@ from numpy.typing import NDArray
 from manthan.manager.events import Restored
 from manthan.manager.pool import BlockName, Mark
 
-STORE_DOWN = "store_down"  # cause of a failure: the store does not answer, but may still have the blocks
+STORE_DOWN = "store_down"  # cause of a failure: a disk, server or other rank does not answer, but may have the blocks
 RESET = "reset"  # cause of a transfer's early end: the prefix cache is reset
-NEEDED = "needed"  # cause of a store given up before it began, because requests need its blocks; no failure
-JOB_BLOCKS = 64  # most blocks of a store. They are gathered together, and given back to the pool together
+NEEDED = "needed"  # cause of a store given up before it began, because requests need its blocks. It is no failure
+JOB_BLOCKS = 64  # most blocks of a store. They are gathered together, and given back to the block pool together
 
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Job that moves blocks of a KV cache group from the pool to the tiers ("store"), or back ("load").
+    """Job that moves blocks of one KV cache group from the block pool to the tiers ("store"), or back ("load").
 
-    The blocks of a store are consecutive, and have the same codec, mark and tenant. A request's load is one job for
-    each group, all with the request's id and all in the same step.
+    The blocks of a store are consecutive, and have the same codec, mark and tenant. A request's load has at most one
+    job for each group. All have the request's id, and begin in the same step.
     """
 
     job_id: int  # unique in the engine's life
@@ -30,9 +30,9 @@ class Transfer:
     block_hashes: Sequence[bytes]  # in the order of the tokens
     block_ids: NDArray[np.int32]  # blocks of the paged cache to read or write
     first_token: int = 0  # of a store, position in the session of the first block's first token
-    exact_tokens: int = 0  # of a store, number of the session's exact first tokens
+    exact_tokens: int = 0  # of a store, number of the session's first tokens that are stored exact
     codec: str = ""  # of a store, name of the blocks' codec; empty for the configured codec
-    mark: Mark = Mark.EXACT  # of a store, mark of the blocks, written into their headers
+    mark: Mark = Mark.EXACT  # of a store, origin of the blocks' KV, written into their headers
     tenant: str = ""  # owner of the blocks
     request_id: str | None = None  # of a load, the waiting request; None without one
 
@@ -40,11 +40,11 @@ class Transfer:
         return len(self.block_hashes)
 
     def first_tokens(self, block_tokens: int) -> list[int]:
-        """Position of each block's first token."""
+        """Return the position in the session of each block's first token."""
         return [self.first_token + n * block_tokens for n in range(len(self))]
 
     def exacts(self, block_tokens: int) -> list[int]:
-        """Number of exact first tokens in each block."""
+        """Return, for each block, the number of its first tokens that are stored exact."""
         left = self.exact_tokens - self.first_token
         return [min(max(left - n * block_tokens, 0), block_tokens) for n in range(len(self))]
 
@@ -55,41 +55,42 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class TransferResult:
-    """Result of a transfer on a rank. Of a load, no block behind the first failure is loaded."""
+    """Result of a transfer on a rank. In a load, every block behind the first failed block counts as not loaded."""
 
     job_id: int
-    nbytes: NDArray[np.int64]  # of each compressed block in the tier (store) or in total (load); 0 for a failed block
-    failed: dict[int, str] = field(default_factory=dict)  # by index in the job, the cause, a metric's label
+    nbytes: NDArray[np.int64]  # for each block, bytes taken of the tier (store) or read (load); 0 if this failed
+    failed: dict[int, str] = field(default_factory=dict)  # by a block's index in the job, the cause, a metric's label
     seconds: float = 0.0  # duration of the job
     inner: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Of a store, by index in the job, the bytes of a block's first part, of two parts, and so on, without the total.
+    """Of a store, by a block's index in the job: the tier's bytes for its base, for base and first refinement, and so
+    on to all refinements but the last.
 
-    Only blocks with refinements, in a tier able to trim.
+    It has only blocks with refinements (see `tiers.tier.part_ends`), and only if the tier can trim.
     """
 
     @classmethod
     def refused(cls, job: Transfer, cause: str) -> "TransferResult":
-        """Result of a job never begun: all blocks of a store failed, or the first block of a load."""
+        """Return the result of a job that never began: all blocks of a store failed, or the first block of a load."""
         blocks = range(len(job)) if job.direction == "store" else range(1)
         return cls(job.job_id, np.zeros(len(job), np.int64), dict.fromkeys(blocks, cause))
 
 
 class Answers:
-    """Jobs settled together, with the ranks' results so far. session_id: of a load."""
+    """Jobs that are settled together, with the ranks' results so far. session_id: of a load; empty for a store."""
 
     def __init__(self, jobs: Sequence[Transfer], session_id: str = "") -> None:
         self.jobs, self._session_id = jobs, session_id
         self.results: list[TransferResult] = []
 
     def add(self, result: TransferResult, ranks: int) -> bool:
-        """Add a result, once. Return True if the results of so many `ranks` are there now."""
+        """Add a result unless it is there. Return True if each of `ranks` ranks has now answered every job."""
         if all(result is not other for other in self.results):
             self.results.append(result)
         return len(self.results) >= ranks * len(self.jobs)
 
     @property
     def failed(self) -> dict[BlockName, str]:
-        """Cause by group and hash of each block with a failure on any rank."""
+        """Cause of the failure, by group and hash, of each block that failed on any rank."""
         jobs = {job.job_id: job for job in self.jobs}
         return {
             (jobs[result.job_id].group, jobs[result.job_id].block_hashes[at]): cause
@@ -102,9 +103,9 @@ class Answers:
         return max((result.seconds for result in self.results), default=0.0)
 
     def restored(self, main: int, needs_points: bool, request_id: str | None = None) -> Restored:
-        """Return the event of an ended load.
+        """Return the event of an ended load. The blocks of group `main` before its first failed block are good.
 
-        Good blocks precede the first failure. With windows or states, a failure anywhere leaves no good block.
+        needs_points: True for a model with windows or states. Then a failure in any group leaves no good block.
         """
         failed = self.failed
         good = blocks = sum(len(job) for job in self.jobs if job.group == main)
@@ -119,14 +120,17 @@ class Answers:
 
 
 Weigh: TypeAlias = Callable[[Sequence[int]], int]
-"""Function that returns the bytes a block takes of the whole budget, from its bytes on each rank."""
+"""Function that takes a block's bytes on each rank, and returns the bytes charged to the budget of all ranks."""
 
 
 def weighed(ranks: Iterable[Sequence[int]], weigh: Weigh) -> list[int]:
-    """Return the bytes of a block's first part, of two parts, and so on, from the bytes on each rank."""
+    """Return the bytes that `weigh` charges for a block's first part, for its first two parts, and so on.
+
+    ranks: for each rank, the bytes there of the first part, of the first two parts, and so on.
+    """
     return [weigh(sizes) for sizes in zip(*ranks, strict=False)]
 
 
 def on_each(ranks: int) -> Weigh:
-    """Charge every block `ranks * max(size over ranks)`, because then no rank runs out of space before the budget."""
+    """Return a function that charges `ranks * max(size over ranks)`, so that no rank is full before the budget is."""
     return lambda sizes: ranks * max(sizes)

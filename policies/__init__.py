@@ -1,4 +1,4 @@
-"""Eviction policies: pure decisions over session views."""
+"""Eviction policies, which order sessions by facts about each (`SessionView`), and have no other effect."""
 
 from manthan.policies.base import EvictionPolicy, PolicyOptions, RankedPolicy, SessionView, in_order
 from manthan.policies.registry import BadPolicyError, UnknownPolicyError, get_policy, policy_names

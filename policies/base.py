@@ -1,4 +1,4 @@
-"""Interface of an eviction policy, and the facts that it is told about a session."""
+"""Interface of an eviction policy, and the facts about a session that a policy is told."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
@@ -19,11 +19,11 @@ class SessionView(NamedTuple):
     created: float = 0.0  # time of the session's first request
     last_used: float = 0.0  # time at which a request last began or ended
     uses: int = 1  # number of requests up to now, the running request included
-    gap: float | None = None  # seconds between the two newest requests; None before the second request
-    added_tokens: int = 0  # number of tokens of the newest request that were not known before
+    gap: float | None = None  # seconds from the last use to the newest request's begin; None before the second request
+    added_tokens: int = 0  # number of the newest prompt's tokens that the session did not have before
     answer_tokens: int = 0  # number of tokens that the newest request generated
-    left_tokens: int = 0  # number of earlier tokens that the newest request changed or left out
-    expected: float | None = None  # time at which the client said that it would return; None if it said nothing
+    left_tokens: int = 0  # number of the session's earlier tokens that the newest prompt changed or left out
+    expected: float | None = None  # time of the next request, by the client or the awaited tool; None if unknown
     ending: str = ""  # tool that the client waits for, or else how the last answer ended; empty if unknown
 
 
@@ -45,15 +45,16 @@ class PolicyOptions(BaseModel):
 
 
 class EvictionPolicy(ABC):
-    """Order of sessions, first victim first. A policy decides, and the manager acts.
+    """Order of sessions, first victim first. A policy decides, and the session manager acts.
 
-    Victims lose their compressed blocks first, and vLLM overwrites their saved blocks first. An engine has several
-    instances, such as one for each priority and quota. An instance is told of the entry, the uses and the leaving of
-    its sessions. The scheduler's thread makes all calls: none may wait, do I/O or raise, and each takes O(log n).
+    The first victim is the first to lose compressed blocks in a tier, and saved blocks in vLLM's prefix cache. An
+    engine has several instances, such as one for each priority and quota. An instance is told when a session enters, is
+    used, and leaves. The scheduler's thread makes all calls. None may wait, do I/O or raise, and each should take
+    O(log n) for n sessions.
     """
 
     name: ClassVar[str]
-    """Name in the configuration and of `--manthan-policy`."""
+    """Name for the configuration, and for the option `--manthan-policy`."""
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
     """Class of the policy's options."""
 
@@ -63,7 +64,7 @@ class EvictionPolicy(ABC):
 
     @classmethod
     def family(cls, options: Any = None) -> Callable[[], Self]:
-        """Return a function that makes the instances of one engine. Override it if these share what they learn.
+        """Return a function that makes one engine's instances. Override `family` if these share what they learn.
 
         Args:
             options: an instance of `Options`; None for the defaults.
@@ -80,14 +81,14 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def forget(self, session_id: str) -> None:
-        """Take a session out that left for a reason other than `evicted`, such as a release. Ignore unknown ids."""
+        """Take out a session that left for another reason than an eviction, such as a release. Ignore unknown ids."""
 
     def evicted(self, session_id: str) -> None:
         """Take out a session that lost all compressed blocks because `victims` named it. The session may come back."""
         self.forget(session_id)
 
     def superseded(self, session_id: str) -> None:  # noqa: B027 most policies need not know
-        """Take note that another session went on from the middle of this one, as after an edited message."""
+        """Take note that another session continued from the middle of this session, as after an edited message."""
 
     @abstractmethod
     def victims(self) -> Iterator[str]:
@@ -99,7 +100,7 @@ class EvictionPolicy(ABC):
 
 
 def in_order(queue: Collection[str]) -> Iterator[str]:
-    """Yield the keys of a dict, though keys may be removed during the iteration. Each key takes O(1)."""
+    """Yield the keys of a dict. Keys may be removed during the iteration. Each key takes O(1) on average."""
     passed: set[str] = set()
     while fresh := [key for key in islice(queue, 2 * len(passed) + 8) if key not in passed]:
         for key in fresh:
@@ -109,9 +110,9 @@ def in_order(queue: Collection[str]) -> Iterator[str]:
 
 
 class RankedPolicy(EvictionPolicy):
-    """Base of policies that give each session a number at each use. The lowest number is the first victim.
+    """Base of policies that give a session a number at each use. The session with the lowest number goes first.
 
-    Of equal numbers, the session unused for longer is first. Each call takes O(log n).
+    Of sessions with equal numbers, the least recently used goes first. Each call takes O(log n).
     """
 
     def __init__(self, options: Any = None) -> None:

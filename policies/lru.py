@@ -1,4 +1,4 @@
-"""Least recently used."""
+"""Policy `lru`: the least recently used session goes first."""
 
 from typing import ClassVar
 
@@ -6,7 +6,7 @@ from manthan.policies.base import RankedPolicy, SessionView
 
 
 class LRU(RankedPolicy):
-    """The session unused for longest goes first. O(log n) an event."""
+    """Policy whose first victim is the least recently used session. Each call takes O(log n)."""
 
     name: ClassVar[str] = "lru"
 

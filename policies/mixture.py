@@ -1,8 +1,9 @@
-"""Policy that users name `returns`: it evicts by predicted returns, or by lru if more KV is found again that way.
+"""Policy that users name `returns`: it evicts by predicted session returns, or by lru if lru keeps more useful KV.
 
-Shadows measure what both find. A shadow is a simulated cache on a sample of the sessions (C. Waldspurger et al.,
-"Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017: if a hash chooses some of the requests,
-and the cache is smaller by the same factor, it finds about the same share of them).
+A session returns when its client sends the next request. The KV that the request finds in the cache was useful. A
+shadow measures the useful KV of each of the two policies. A shadow is a simulated cache for a sample of the sessions
+(C. Waldspurger et al., "Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017: if a hash
+chooses some of the requests, and the cache is smaller by the same factor, the share that is found is about the same).
 """
 
 from collections import OrderedDict
@@ -15,23 +16,23 @@ from manthan.policies.lru import LRU
 from manthan.policies.return_model import ReturnModel
 from manthan.policies.returns import Returns
 
-DECAY = 0.5 ** (1 / 512)  # factor on the weight of what was found, at each later request: a half after 512
+DECAY = 0.5 ** (1 / 512)  # factor on the weight of earlier requests at each new request: 1/2 after 512 requests
 SURE = 1.25
-"""Number of standard deviations by which another policy must have found more than the leader, to replace it.
+"""Number of standard deviations by which a policy must have found more bytes than the leader, to become the leader.
 
-Above 1, so that a single session does not change the leader.
+It is above 1, so that a single request does not change the leader.
 """
-SAMPLE = 512  # number of sessions in the fullest shadow. When it has twice as many, the sample is halved
+SAMPLE = 512  # intended number of sessions in a shadow. Above twice this number, the sample is halved
 LOOK_EVERY = 8  # sampled requests between two choices of the leader
 DRIFT = 0.02  # weight of the room just measured in the moving average `Mixture._room`, at each call of `victims`
 
 
 class Contest:
-    """Choice of a leader of two policies, by the bytes of KV that each found at the same requests.
+    """Choice of the leader, the better of two policies, by the bytes of KV that each found at the same requests.
 
-    A leader stays until the other policy has surely found more. Two policies differ at few requests, and by whole
-    sessions. Therefore each difference counts as one draw. The sum of the differences is compared with the root of the
-    sum of their squares, the standard deviation if both are equally good.
+    A leader stays until the other policy has surely found more. The policies differ at few requests, and by whole
+    sessions, so each request's difference counts as one random draw. The sum of the differences is compared with the
+    root of the sum of their squares: the sum's standard deviation if both policies are equally good.
     """
 
     def __init__(self, names: tuple[str, str], leader: str) -> None:
@@ -45,17 +46,17 @@ class Contest:
         self._squares = DECAY**2 * self._squares + (found[0] - found[1]) ** 2
 
     def look(self) -> None:
-        """Make the better policy the leader if the lead is sure."""
+        """Make the policy that found more the leader, if the difference is sure; see SURE."""
         lead = self.found[0] - self.found[1]
         if abs(lead) > SURE * self._squares**0.5:
             self.leader = self.names[0] if lead > 0 else self.names[1]
 
 
 class ShadowCache:
-    """Simulated cache under `policy`: bytes of each session, without any KV.
+    """Simulated cache, which has the number of bytes of each session, but no KV. policy: names the victims.
 
     As in a real cache, a victim loses only as much of its tail as must go. If the victim is the session that needs the
-    room, it keeps the part that fits.
+    room, the session keeps the part that fits.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -64,11 +65,11 @@ class ShadowCache:
         self.nbytes = 0
 
     def request(self, session: SessionView, known: float, capacity: float) -> float:
-        """Play an ended request: return the bytes found in the cache, then enter the session in full length.
+        """Simulate an ended request. Return the bytes that the request found, and enter all bytes of the session.
 
         Args:
-            known: bytes of the session that an unlimited cache would have found.
-            capacity: bytes of the cache.
+            known: bytes that the request would have found in an unlimited cache.
+            capacity: most bytes that the cache may hold.
         """
         found = min(self.kept.get(session.session_id, 0), known)
         self._keep(session.session_id, max(1, session.nbytes))
@@ -84,7 +85,7 @@ class ShadowCache:
             self.policy.forget(session_id)
 
     def inherit(self, session_id: str, origin: str) -> None:
-        """Give the bytes of `origin` to a session that went on from its middle. The end of `origin` is worthless."""
+        """Replace `origin` by a session that continued from its middle, because the end of `origin` is worthless."""
         if nbytes := self.kept.get(origin, 0):
             self.forget(origin)
             self._keep(session_id, nbytes)
@@ -108,11 +109,11 @@ class ShadowCache:
 
 
 class Mixture(Returns):
-    """Names the victims of a prediction of returns while it finds more than lru, else those of lru.
+    """Policy that names the victims of `Returns`, the prediction, or of lru: of the policy that leads a `Contest`.
 
-    Shadows as large as the real cache measure the bytes that each finds. lru leads until the prediction has surely
-    found more, and again if lru surely has (see `Contest`). With many sessions, shadows see a sample, chosen by a hash
-    of the id, with room scaled down alike. Each call takes O(log n).
+    Shadows as large as the real cache measure the bytes that each policy finds. lru leads at first. With many sessions,
+    shadows see a sample of the sessions, chosen by a hash of the id. A shadow's capacity is then scaled down by the
+    same factor. Each call takes O(log n).
     """
 
     def __init__(self, options: Any = None, model: ReturnModel | None = None) -> None:
@@ -122,15 +123,15 @@ class Mixture(Returns):
         self._nbytes = 0
         self._shadows = [ShadowCache(Returns(self.options, self.model)), ShadowCache(LRU())]
         self._contest = Contest(("returns", "lru"), "lru")
-        self._running: dict[str, SessionView] = {}  # sampled sessions whose newest request has only begun
+        self._running: dict[str, SessionView] = {}  # sampled sessions whose newest request has not ended
         self._told: dict[str, tuple[int, float]] = {}
-        """By sampled session, `uses` and `created` when a request of it was last played in the shadows."""
+        """By id of a sampled session, `uses` and `created` when the shadows last simulated one of its requests."""
         self._origins: dict[float, str] = {}
         """Superseded sessions by `created`. A session that goes on from one of them has the same `created`."""
         self._mask = 0  # bits of a session's hash that are 0 for sampled sessions
         self._room = 0.0  # bytes that the real cache holds when it is full, as a moving average
         self._looks = 0
-        self._last = self._offered = ""  # ids of the session used last, and of the latest victim
+        self._last = self._offered = ""  # ids of the session used last, and of the victim named last
 
     def used(self, session: SessionView) -> None:
         session_id = self._last = session.session_id
@@ -145,7 +146,7 @@ class Mixture(Returns):
     def forget(self, session_id: str) -> None:
         if session_id in self._present:
             self._left(session_id)
-            if session_id != self._offered:  # the real cache's victim stays in shadows, which choose their own
+            if session_id != self._offered:  # the real cache's victim stays in shadows, which choose victims themselves
                 for shadow in self._shadows:
                     shadow.forget(session_id)
 
@@ -177,9 +178,9 @@ class Mixture(Returns):
         return not self._mask or not crc32(session_id.encode()) & self._mask
 
     def _tell_shadows(self, session: SessionView) -> None:
-        """Play a request in the shadows once, at its end, because its tokens are unknown before.
+        """Simulate a request in the shadows once, at its end, because its tokens are unknown before.
 
-        If each request is reported once only, a request is played when the next one is reported.
+        If the caller reports each request only once, the session's next request stands for the end.
         """
         before = self._running.pop(session.session_id, None)
         if before is not None and before.uses == session.uses:
@@ -191,7 +192,7 @@ class Mixture(Returns):
             self._running[session.session_id] = session
 
     def _request(self, session: SessionView) -> None:
-        """Play a sampled session's ended request in the shadows."""
+        """Simulate a sampled session's ended request in the shadows. Let the better policy lead now and then."""
         if session.session_id not in self._told and (origin := self._origins.pop(session.created, None)) is not None:
             for shadow in self._shadows:
                 shadow.inherit(session.session_id, origin)

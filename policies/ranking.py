@@ -1,4 +1,4 @@
-"""Keys ordered by changing numbers."""
+"""Keys in the order of a number for each key, which may change."""
 
 import heapq
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from msgspec import Struct
 
 
 class Entry(Struct, order=True, gc=False):
-    """Key with its number. No tuple, so that Python's garbage collector need not visit a dictionary of entries."""
+    """Key with its number. It is no tuple, so that Python's garbage collector need not visit dicts of entries."""
 
     rank: float
     age: float
@@ -17,7 +17,7 @@ class Entry(Struct, order=True, gc=False):
 
 
 class Ranking:
-    """Keys, the least number first, and of equal numbers the least age. Each call takes O(log n) on average.
+    """Keys, the least number first, and among equal numbers the least `age`. Each call takes O(log n) on average.
 
     A heap keeps outdated entries until they come to the front. It is rebuilt when most of its entries are outdated.
     """
@@ -31,18 +31,18 @@ class Ranking:
         return key in self._entries
 
     def get(self, key: str) -> float | None:
-        """Number of a key, or None."""
+        """Return the number of a key; None for an unknown key."""
         entry = self._entries.get(key)
         return None if entry is None else entry.rank
 
     @property
     def least(self) -> float:
-        """The least number; infinity without keys."""
+        """Least number of all keys; infinity without keys."""
         first = self.first()
         return inf if first is None else first.rank
 
     def set(self, key: str, rank: float, age: float | None = None) -> None:
-        """Give a key a number. Among equal numbers the least `age` is first; None stands for the order of calls."""
+        """Give a key a number. Among equal numbers the least `age` is first; with None, the key that was set first."""
         self._entries[key] = entry = Entry(rank, next(self._count) if age is None else age, key)
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._entries) + 64:
@@ -54,7 +54,7 @@ class Ranking:
         self._entries.pop(key, None)
 
     def first(self) -> Entry | None:
-        """Entry of the first key, or None."""
+        """Return the entry of the first key; None without keys."""
         while self._heap and self._entries.get(self._heap[0].key) is not self._heap[0]:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None

@@ -1,4 +1,4 @@
-"""Policies by name: Manthan's own, and classes that other packages register as entry points `manthan.policies`."""
+"""Policies by name: Manthan's own, and classes that other packages register as entry points in ENTRY_POINT_GROUP."""
 
 import difflib
 import inspect
@@ -13,11 +13,11 @@ ENTRY_POINT_GROUP = "manthan.policies"
 
 
 class UnknownPolicyError(ValueError):
-    """No policy with this name is registered."""
+    """Error: no policy with this name is registered."""
 
 
 class BadPolicyError(ValueError):
-    """Another package's policy cannot be loaded, or is not a complete policy."""
+    """Error: another package's policy cannot be loaded, or is not a complete policy."""
 
 
 def policy_names() -> list[str]:

@@ -1,11 +1,12 @@
 """Model of the time until a session returns: a piecewise exponential regression, learned online.
 
-The hazard of a session's return at age t, in seconds since the last use, is constant in each of the pieces between the
-AGES. In piece p the hazard is exp(β_p · x) for a session with the features x. Each piece has separate coefficients,
-because features fade: a tool's answer comes within seconds or tells nothing. Each piece is a Poisson regression of the
-returns, with the seconds waited in the piece as exposure (Friedman, "Piecewise Exponential Models for Survival Data
-with Covariates", Annals of Statistics 1982). Sessions without a return count as exposure, so that the model learns to
-recognize them.
+A session returns when its next request comes. The hazard is the rate of returns, per second, of the sessions that have
+not returned at an age: seconds since the last use. The hazard is constant in each piece of age, between two of the
+AGES. In piece p the hazard is exp(β_p · x) for a session with the features x. Each piece has coefficients of its own,
+because a feature tells less with age: a tool's answer comes within seconds, or the tool tells nothing. Each piece is a
+Poisson regression of the returns, with the seconds waited in the piece as exposure (Friedman, "Piecewise Exponential
+Models for Survival Data with Covariates", Annals of Statistics 1982). Sessions without a return count as exposure, so
+that the model learns to recognize such sessions.
 """
 
 from bisect import bisect_left
@@ -23,25 +24,25 @@ from manthan.policies.base import SessionView
 Floats: TypeAlias = NDArray[np.float64]
 
 AGES = (5, 8, 10, 12, 15, 18, 22, 27, 33, 40, 50, 60, 75, 90, 105, 120, 150, 180, 240, 300, 400, 520, 690, 1100, 2000)
-"""Seconds at which a piece of the hazard ends and the next begins."""
+"""Ages in seconds at which one piece ends and the next begins."""
 HORIZON = 4 * 3600.0  # age in seconds at which the model stops waiting for a session
 PIECES = len(AGES) + 1
 _ENDS = np.array((*AGES, HORIZON))
-SAID = (10, 60)  # seconds that divide announced returns: soon, in a while, later
-KEPT = (0.5, 2)  # parts of the announced pause that divide last pauses: earlier, as announced, later
-ENDINGS = 8  # columns for `SessionView.ending`, chosen by a hash (Weinberger et al., ICML 2009)
-SWITCH = 3.0  # size of a binary feature, so that the penalty holds the feature back as little as a number
-USUAL = 3.0  # logarithm of the pause in seconds assumed for a session without a pause
+SAID = (10, 60)  # seconds until an announced return: bounds between soon, in a while, and later
+KEPT = (0.5, 2)  # last pause as a multiple of the announced pause: bounds between too early, as announced, and too late
+ENDINGS = 8  # feature columns for `SessionView.ending`, chosen by a hash (Weinberger et al., ICML 2009)
+SWITCH = 3.0  # value of a true binary feature. With 1, the penalty would hold it back more than a numeric feature
+USUAL = 3.0  # assumed logarithm of the pause in seconds, for a session that has had no pause
 RECENT, LASTING = 0.3, 0.06  # weights of a new pause in the two moving averages of a session's pauses
-HALF_LIVES = 2  # halvings of a request's weight over a window
-YOUNG_S = 30.0  # assumed for the first piece: one return in so many seconds, besides the returns that were seen
-ROUNDS = 32  # most estimates of a piece in the time in which all requests of the window are replaced by newer ones
+HALF_LIVES = 2  # number of times that a request's weight halves until the request leaves the window
+YOUNG_S = 30.0  # assumed for the first piece, in addition to what was seen: one return in this many seconds of waiting
+ROUNDS = 32  # most estimates of a piece while newer requests replace all requests of the window
 LARGEST_STEP = 1.5  # largest change of a coefficient in a step of Newton's method
 
 
 @dataclass(slots=True)
 class History:
-    """Facts about a session's requests until now. A pause is the time between two requests."""
+    """Facts about a session's requests until now. A pause is the time between the last use and the next request."""
 
     number: int = -1  # of the newest request, counted over all sessions
     uses: int = 0  # `SessionView.uses` at that request
@@ -50,8 +51,8 @@ class History:
     recent: float = USUAL  # moving average of the logarithms
     lasting: float = USUAL  # slower moving average
     longest: float = USUAL  # maximum of the logarithms, which slowly falls
-    said: float | None = None  # seconds until the return that the client announced
-    kept: float = -1.0  # the last pause divided by the announced pause; -1 without an announcement
+    said: float | None = None  # seconds from the last use to the announced return; None without an announcement
+    kept: float = -1.0  # last pause divided by the pause announced for it; -1 without an announcement
 
     def add(self, pause: float) -> None:
         """Note a pause in seconds."""
@@ -64,12 +65,12 @@ class History:
 
 
 def said_s(session: SessionView) -> float | None:
-    """Seconds until the return announced by the client; None without an announcement."""
+    """Return the seconds from the last use to the announced return; None without an announcement."""
     return None if session.expected is None else max(0.0, session.expected - session.last_used)
 
 
 def features_of(session: SessionView, history: History) -> list[float]:
-    """Return the features x of a session. Each is 0 on average, and about 1 in size."""
+    """Return the features x of a session: first the constant 1. A numeric feature is about 0 on average, 1 in size."""
     answer, added = log1p(session.answer_tokens) / 2 - 2.5, log1p(session.added_tokens) / 2 - 3.5
     recent, tokens = history.recent - USUAL, log1p(session.tokens) / 2 - 5
     away, kept = said_s(session), history.kept
@@ -97,18 +98,19 @@ def features_of(session: SessionView, history: History) -> list[float]:
 
 
 def _one_of(choices: int, chosen: int) -> Sequence[float]:
-    """Column for each choice but the first: SWITCH for the chosen, 0 for the rest."""
+    """Return a column for each choice but choice 0: SWITCH for the choice number `chosen`, 0 for the rest."""
     return [SWITCH * (choice == chosen) for choice in range(1, choices)]
 
 
 class ReturnModel:
-    """Chance of a return, learned from requests in order of arrival.
+    """Hazard of a session's return, learned from requests in the order of arrival.
 
     Args:
-        window: number of requests to learn from.
-        refit_every: requests between two estimates of a piece, or `window / ROUNDS` if that is more. The pieces take
-            turns, so that no request waits long, and the cost of a request is the same for any window.
-        prior: number of returns needed to believe half of a coefficient of a rare feature.
+        window: number of newest requests to learn from.
+        refit_every: requests between two estimates of the same piece, or 1 / ROUNDS of the requests in the window if
+            this is more. The pieces take turns, so that no request waits long. So a request costs the same on average
+            for any window.
+        prior: number of returns after which a rare feature of size 1 has about half of its full coefficient.
     """
 
     def __init__(self, window: int, refit_every: int, prior: float) -> None:
@@ -116,19 +118,20 @@ class ReturnModel:
         width = len(features_of(SessionView(""), History()))
         self._x = np.zeros((window, width))
         self._began, self._returned, self._weight = np.zeros(window), np.full(window, np.nan), np.zeros(window)
-        """Requests of the window, by number modulo `window`: features, begin, return (NaN: none yet), and weight."""
+        """Requests of the window, by number modulo `window`: features, time of the last use, time of the session's
+        return (NaN: none yet), and weight."""
         self.count = 0  # number of requests until now
         self._open: dict[str, History] = {}
         self._begins = np.array((0.0, *AGES))
         self._widths = _ENDS - self._begins
         self.coefficients = np.zeros((PIECES, width))
         self.coefficients[:, 0] = -np.log(_ENDS)
-        """Coefficients by piece. Before the first estimate the hazard falls with age, free of any scale of time."""
-        self._due, self._next = float(refit_every), 0  # `count` of the next estimate, and its piece
+        """Coefficients by piece. Before the first estimate, a piece's hazard is 1 / (age at its end)."""
+        self._due, self._next = float(refit_every), 0  # `count` at the next estimate, and the piece to estimate
         self._last: tuple[SessionView, list[float]] = SessionView(""), []
 
     def observe(self, session: SessionView) -> list[float]:
-        """Learn from the begin or the end of a request. Return the index of the session for each piece of age."""
+        """Learn from the begin or the end of a request. Return the session's `index` in each piece of age."""
         if session == self._last[0]:  # several policies share the model, and are told of the same request
             return self._last[1]
         history = self._open.setdefault(session.session_id, History())
@@ -177,10 +180,15 @@ class ReturnModel:
         self._due += max(self._refit_every, n // ROUNDS) / (1 if is_first else PIECES)
 
     def _step(self, piece: int, x: Floats, events: Floats, waited: Floats) -> Floats:
-        """Newton's step towards the greatest penalized likelihood of a piece.
+        """Return Newton's step towards the greatest penalized likelihood of a piece.
 
-        The penalty pulls coefficients towards 0, but the rate towards the previous piece's rate, falling as 1/age. So
-        ages reached by few sessions in the window are judged by younger ones.
+        The penalty pulls coefficients towards 0, but the constant's coefficient towards the previous piece's, as if the
+        hazard fell as 1/age. So a piece that few sessions of the window have reached resembles the previous piece.
+
+        Args:
+            x: features of the sessions that reached the piece: [sessions, features].
+            events: for each session, its weight if it returned in the piece; else 0.
+            waited: for each session, the seconds waited in the piece, times its weight.
         """
         b, penalty, mean = self.coefficients[piece], np.full(x.shape[1], self._prior), np.zeros(x.shape[1])
         penalty[0] = 1.0
@@ -195,16 +203,17 @@ class ReturnModel:
         return step
 
     def hazard(self, x: Sequence[float]) -> Floats:
-        """Returns per second in each piece of age, for features `x`."""
+        """Return the hazard, returns per second, in each piece of age for a session with features `x`."""
         hazard: Floats = np.exp(np.clip(self.coefficients @ np.array(x), -18, 1))
         return hazard
 
     def index(self, x: Sequence[float]) -> list[float]:
-        """Gittins index of waiting from the begin of each piece of age.
+        """Return the Gittins index of a session at the begin of each piece of age, if it has not returned by then.
 
-        Returns per second of room, with the best moment to give up: max over τ of P(return within τ) / E[seconds until
-        the return or τ] (Gittins, "Bandit Processes and Dynamic Allocation Indices", JRSS B 1979). The index is the
-        steepest slope from a point of the curve (expected seconds, chance of a return) to a later point.
+        The index is the returns per second of keeping the session, if the wait ends at the best moment: the maximum
+        over τ of P(return within τ) / E[seconds until the return or τ] (Gittins, "Bandit Processes and Dynamic
+        Allocation Indices", JRSS B 1979). The index is the steepest slope from a point of the curve (expected seconds,
+        chance of a return) to a later point.
         """
         hazard = self.hazard(x)
         stays = np.exp(-hazard * self._widths)
@@ -212,7 +221,7 @@ class ReturnModel:
         seconds = np.concatenate([[0.0], np.cumsum(waiting[:-1] * (1 - stays) / hazard)])
         rise, run = waiting[:-1, None] - waiting, seconds - seconds[:-1, None]
         slopes = np.divide(rise, run, out=np.zeros_like(rise), where=_LATER & (run > 0))
-        best: list[float] = np.maximum(slopes.max(axis=1), hazard).tolist()  # hazard: where hardly any session waits
+        best: list[float] = np.maximum(slopes.max(axis=1), hazard).tolist()  # the hazard if hardly any session is left
         return best
 
 

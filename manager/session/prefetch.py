@@ -1,4 +1,4 @@
-"""Prefetches: loads of expected sessions into the pool's prefix cache before their request comes."""
+"""Prefetches: loads of a cold session's blocks into the prefix cache, before an expected request of the session."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -18,15 +18,15 @@ from manthan.manager.transfer import RESET, STORE_DOWN, Answers, Transfer, Trans
 from manthan.policies.ranking import Ranking
 
 LEAD_S = 2.0
-"""Seconds by which a prefetch precedes the expected return, but at most half of idle.after_s. A session restored
-earlier might be overwritten again before the request."""
+"""Seconds from a prefetch to the session's expected request, but at most half of idle.after_s. If loaded earlier, the
+blocks might be overwritten again before the request."""
 LOOKED_AT = 64  # number of expected sessions checked at a time
 RETRY_S = 0.1  # seconds until the next search for room, after a search found none
-PATIENCE = 2.0  # multiples of idle.after_s for which a named or late session is prefetched
+PATIENCE = 2.0  # a prefetch is too late this many times idle.after_s after the expected request, or a client's notice
 
 
 def lead_s(idle_after_s: float) -> float:
-    """Return the lead of a prefetch before the expected return, in seconds."""
+    """Return the seconds from a prefetch to the session's expected request."""
     return min(LEAD_S, idle_after_s / 2)
 
 
@@ -35,16 +35,16 @@ class _Load:
     """Prefetch under way."""
 
     session_id: str
-    number: int  # of the session
-    rows: Rows  # of the session's and the resume point's blocks
-    block_ids: list[int]  # the pool's block of each row, all referenced
-    is_loaded: list[bool]  # for each row, false if its block was resident
-    marks: NDArray[np.uint8]  # of each row at the load's begin
+    number: int  # `Session.number`
+    rows: Rows  # BlockTable rows: of the session's blocks, then of its last resume point; see `resume_points`
+    block_ids: list[int]  # for each row, the pool's block, which is referenced
+    is_loaded: list[bool]  # for each row, False if the block was resident
+    marks: NDArray[np.uint8]  # for each row, the `Mark` of the KV that the load brings
     answers: Answers
-    is_void: bool = False  # true after a reset
+    is_void: bool = False  # True after a reset
 
     def brings(self, row: int) -> bool:
-        """True if this load will make the block with this row resident, so that a request need not load it."""
+        """True if the block with this row will be resident after this load, so that a request need not load it."""
         return not self.is_void and bool((self.rows == row).any())
 
 
@@ -53,8 +53,8 @@ class Prefetcher:
 
     Args:
         ranks: number of ranks, each of which answers every transfer.
-        spare: number of free blocks left to requests.
-        lead_s: seconds by which a prefetch precedes the expected return; None for no prefetches.
+        spare: number of free blocks that prefetches leave to requests.
+        lead_s: seconds from a prefetch to the session's expected request; None for no prefetches.
     """
 
     def __init__(self, manager: SessionManager, ranks: int, spare: int, lead_s: float | None) -> None:
@@ -63,13 +63,13 @@ class Prefetcher:
         self._main = manager.shape.main
         self.expected = Ranking()  # for each expected session, the time from which it is in `to_load`
         self.to_load: OrderedDict[str, tuple[float, int]] = OrderedDict()
-        """By id of a session to prefetch: the time after which it is too late, and `Session.uses`, until used again."""
+        """By id of a session to prefetch: the time after which a prefetch is too late, and `Session.uses` at entry."""
         self.load: _Load | None = None  # the prefetch under way
         self.ready: dict[int, tuple[str, int, Rows]] = {}
-        """By first loaded row: id, number and rows of a session that was prefetched and has had no request since."""
+        """By first loaded row: id, `Session.number` and rows of a session that was prefetched and not used since."""
         self._look_after = 0.0
-        self.look_at = inf  # time of the next look for room; infinity if there is none
-        self.was_settled = False  # true if a prefetch has ended since the last step, so that another may begin
+        self.look_at = inf  # time of the next search for room; infinity if none is planned
+        self.was_settled = False  # True if a prefetch has ended since the last step, so that another may begin
         manager.said.expected = self._look_out
         manager.table.gone.append(self._forget)
 
@@ -100,9 +100,10 @@ class Prefetcher:
         self.to_load.pop(session.session_id, None)
 
     def _awaited(self, now: float) -> list[Session]:
-        """Return cold sessions to prefetch, among the first LOOKED_AT of `to_load`.
+        """Return the cold sessions among the first LOOKED_AT of `to_load`. Remove sessions of no use from `to_load`.
 
-        A session that is still idle stays in `to_load`, behind the others, because it may go cold before its return.
+        A session that is not cold yet stays in `to_load`, because it may go cold before its request. If there are more
+        than LOOKED_AT sessions, it moves to the end.
         """
         table = self._manager.table
         for session_id in self.expected.pop_until(now):
@@ -126,16 +127,21 @@ class Prefetcher:
         return awaited
 
     def _is_whole(self, session: Session) -> bool:
-        """True if every block needed to continue the session is saved."""
+        """True if a cold session can be continued: if all blocks of a resume point needed at its end are saved."""
         points = self._manager.points
         return not points.is_needed or bool(session.points and points.stands(session.points[-1]))
 
     # -- requests -------------------------------------------------------------------------------------
 
     def admitted(self, rows: Rows, resident: int, usable: int) -> None:
-        """Note that vLLM has allocated a request's blocks, of which the first `resident` were resident.
+        """Note that vLLM has allocated a request's blocks. Report a hit if a prefetch made these blocks resident.
 
-        The prefetch of a session was of use if the request found all blocks in common, or all `usable` ones.
+        A prefetch hits if all blocks that session and prompt have in common were resident, or `usable` blocks were.
+
+        Args:
+            rows: of the prompt's full blocks.
+            resident: number of the prompt's first blocks that were resident.
+            usable: number of the prompt's first blocks that vLLM can use without computing.
         """
         first = next((row for row in rows[:resident][::-1].tolist() if row in self.ready), None)
         if first is None:
@@ -147,7 +153,10 @@ class Prefetcher:
     # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, now: float, waiting: int) -> Sequence[Transfer]:
-        """Return the loads to begin, if a session is due and there is room. waiting: blocks for waiting requests."""
+        """Return the loads to begin, if a session is due and there is room.
+
+        waiting: number of blocks that waiting requests need.
+        """
         if self.load is not None or not self.is_on:
             return []
         self.was_settled = False
@@ -158,7 +167,7 @@ class Prefetcher:
         sessions = self._awaited(now)
         if not sessions:
             return []
-        # Not blocks left to requests, blocks for waiting requests, unsaved blocks, nor others' exact KV.
+        # A prefetch leaves `left` blocks to requests. It overwrites no unsaved block, and no other session's exact KV.
         left = self._spare + waiting
         wanted = min(max(map(self._size, sessions)), len(self._pool) - left)
         room = self._runway.length(left + wanted) - left if wanted > 0 else 0
@@ -175,7 +184,10 @@ class Prefetcher:
         return jobs
 
     def _exact(self, most: int) -> list[tuple[int, int]]:
-        """Return exact KV among the first `most` free blocks that is saved with a lossy codec: index there, and row."""
+        """Return index in the free queue, and row, of each block with exact KV that only a lossy codec has saved.
+
+        most: number of first blocks of the free queue to search.
+        """
         manager, marks = self._manager, self._pool.marks
         ahead = [(at, block) for at, block in self._pool.saved(most) if not marks[block.block_id]]
         rows = manager.blocks.find([block.group for _, block in ahead], [block.block_hash for _, block in ahead])
@@ -183,16 +195,16 @@ class Prefetcher:
         return [(at, row) for (at, _), row, lost in zip(ahead, rows.tolist(), is_lossy, strict=True) if lost]
 
     def _spares(self, session: Session, exact: Sequence[tuple[int, int]]) -> bool:
-        """True if a prefetch of a session overwrites none of this exact KV, except the session's own."""
+        """True if a prefetch of a session overwrites none of the blocks `exact` but its own. exact: see `_exact`."""
         own = {*session.rows.tolist(), *(session.points[-1].rows.tolist() if session.points else ())}
         return all(at >= self._size(session) or row in own for at, row in exact)
 
     def _size(self, session: Session) -> int:
-        """Return how many blocks a prefetch of a session takes."""
+        """Return the number of blocks that a prefetch of a session takes."""
         return len(session.rows) + (len(session.points[-1].rows) if session.points else 0)
 
     def _begin(self, session: Session) -> _Load:
-        """Reference the session's resident blocks, and take blocks for the rest."""
+        """Begin a load: reference the session's resident blocks, and take free blocks for the rest."""
         manager, blocks = self._manager, self._manager.blocks
         beside = manager.load_started(f"prefetch of {session.session_id}", session.rows)
         rows = np.concatenate([session.rows, beside])
@@ -247,7 +259,7 @@ class Prefetcher:
     def _enter(self, ended: _Load, names: Sequence[BlockName], failed: Iterable[BlockName]) -> None:
         """Enter loaded blocks into the prefix cache, up to the first that failed or that no session needs any more.
 
-        If a request has computed the same block meanwhile, that block is kept and the loaded one is freed.
+        If a request has computed the same block meanwhile, the computed block is kept, and the loaded block is freed.
         """
         manager, blocks = self._manager, self._manager.blocks
         bad, session = set(failed), manager.table.by_number.get(ended.number)
@@ -281,12 +293,12 @@ class Prefetcher:
             self.load.is_void = True
 
     def abandon(self) -> list[int]:
-        """Forget the load under way, and return the load's blocks."""
+        """Forget the load under way. Return its block ids, which the caller frees."""
         ended, self.load = self.load, None
         return [] if ended is None else ended.block_ids
 
     def drain(self, result: TransferResult) -> list[int]:
-        """Forget the load under way once all ranks have answered, and return the load's blocks."""
+        """Take a rank's result. If every rank has answered, forget the load and return its block ids; else none."""
         answers = None if self.load is None else self.load.answers
         if answers is None or all(job.job_id != result.job_id for job in answers.jobs):
             return []

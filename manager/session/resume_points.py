@@ -1,14 +1,17 @@
-"""Resume points: lengths at which every KV cache group of a model has the blocks needed to continue.
+"""Resume points: lengths of a session at which every KV cache group has the blocks needed to continue.
 
-Models with a single group of full attention need none. Windows and recurrent states have the needed blocks only at a
-few lengths of a session. A resume point is stored at the request's end, because the pool overwrites such blocks first.
-A session keeps the deepest resume point, and the resume point at the end of the last prompt, for a client that asks for
-another answer. Until all blocks are saved, the session also keeps the deepest loadable resume point.
+A session is a list of blocks of the main KV cache group. Models with only this group, of full attention, need no resume
+points. Further groups, of sliding windows or recurrent states, have the needed blocks only at a few lengths of a
+session. These blocks are stored at the request's end, because the pool overwrites them first. A session keeps the
+deepest resume point, and the resume point at the end of the last prompt, for a client that asks for another answer.
+Until all blocks are saved, the session also keeps the deepest resume point up to which all blocks are saved.
 
-Ends of earlier prompts are spare points. A client whose template drops earlier thinking returns to a spare point. Spare
-points have a share of the budget. If they take more, the session whose spare points take most bytes gives one up. Of
-the session's older points, one remains in each stretch of blocks. A stretch is as long as the greatest power of two up
-to its distance from the session's end.
+Ends of earlier prompts are spare points. A client whose chat template drops earlier thinking continues from a spare
+point. Spare points may take a share of the budget. If they take more, the session whose spare points take most bytes
+gives up a point that lies in the same stretch of blocks as an earlier point, or else its first point. The length of a
+point's stretch is the greatest power of two that is not above the point's distance from the session's end.
+
+A row is a block's number in the BlockTable. A point stands if all its blocks of further groups are saved.
 """
 
 from collections.abc import Iterable
@@ -28,7 +31,7 @@ MOST_SPARE = 16  # most spare points of a session, because each request checks a
 
 
 class ResumePoints:
-    """All resume points, and their sessions."""
+    """Resume points of all sessions."""
 
     def __init__(self, manager: "SessionManager") -> None:
         self._manager, self._blocks, self._touch = manager, manager.blocks, manager.table.touch
@@ -38,15 +41,15 @@ class ResumePoints:
         self._at: dict[int, ResumePoint] = {}  # points by `ResumePoint.row`
         self._standing: set[int] = set()  # `ResumePoint.row` of the standing points, whose blocks are all saved
         self._of: dict[int, dict[int, ResumePoint]] = {}
-        """By row of a further group's block, the points that need it, by `ResumePoint.row`."""
+        """By row of a further group's block, the points that need the block, by `ResumePoint.row`."""
 
     @property
     def standing(self) -> int:
-        """Number of points whose blocks are all saved."""
+        """Number of points that stand; see the module's docstring."""
         return len(self._standing)
 
     def at(self, row: int) -> ResumePoint | None:
-        """Return the point behind a session's block, given by its row; None if there is none."""
+        """Return the point behind the session's block with this row; None without a point there."""
         return self._at.get(row)
 
     def stands(self, point: ResumePoint) -> bool:
@@ -54,7 +57,10 @@ class ResumePoints:
         return bool(self._blocks.is_saved(point.rows).all())
 
     def place(self, session: Session, depth: int, rows: Rows) -> ResumePoint:
-        """Enter a point behind the first `depth` blocks of a session, with blocks `rows` of further groups."""
+        """Return a point behind the first `depth` blocks of a session, new or entered before.
+
+        rows: of the further groups' blocks that the point needs.
+        """
         row = int(session.rows[depth - 1])
         point = self._at.get(row)
         if point is None:
@@ -71,22 +77,22 @@ class ResumePoints:
         return point
 
     def deepest(self, session: Session, length: int) -> int:
-        """Return the depth, `length` at most, of a session's deepest point, stored or being stored; 0 without one.
+        """Return the depth of a session's deepest point, stored or being stored, at most `length` blocks deep.
 
-        Return `length` for a model without resume points.
+        Return 0 without a point, and `length` for a model that needs no resume points.
         """
         if not self.is_needed:
             return length
         return max((point.depth for point in session.points if point.depth <= length), default=0)
 
     def cut(self, session: Session, length: int, cause: DropCause) -> None:
-        """Take the points behind its first `length` blocks from a session."""
+        """Take from a session the points that are deeper than `length` blocks."""
         for point in [point for point in session.points if point.depth > length]:
             self.leave(session, point, cause)
         self._bound()
 
     def leave(self, session: Session, point: ResumePoint, cause: DropCause) -> None:
-        """Take a point from a session. Drop the blocks that nothing needs afterwards."""
+        """Take a point from a session. If no session has the point now, drop the blocks that nothing else needs."""
         self._touch(session)
         session.points = tuple(each for each in session.points if each is not point)
         spare = [each for each in self._spare.get(session, ()) if each is not point]
@@ -116,7 +122,7 @@ class ResumePoints:
                 self.tidy(session)
 
     def tidy(self, session: Session) -> None:
-        """Take the points from a session that a deeper point makes worthless, except spare points."""
+        """Take from a session the points that a deeper standing point makes worthless, except spare points."""
         standing = [point for point in session.points if self.stands(point)]
         if len(standing) < 2:
             return
@@ -138,12 +144,12 @@ class ResumePoints:
         self._bound()
 
     def _bound(self) -> None:
-        """Take spare points from sessions until the rest is within the share."""
+        """Take spare points from sessions until the rest takes at most SPARE_SHARE of the budget."""
         while sum(self._taken.values()) > int(SPARE_SHARE * self._manager.budget_nbytes):
             self._leave_spare(max(self._taken, key=self._taken.__getitem__))
 
     def _set_spare(self, session: Session, points: list[ResumePoint]) -> None:
-        """Note a session's spare points, but not the deepest standing point, because no other may be complete."""
+        """Note a session's spare points, except its deepest standing point, which may be the only standing point."""
         self._spare.pop(session, None)
         self._taken.pop(session, None)
         deepest = next((point for point in reversed(session.points) if self.stands(point)), None)
@@ -154,11 +160,11 @@ class ResumePoints:
             self._taken[session] = self._blocks.nbytes_of(rows[self._blocks.users[rows] == 1])
 
     def recount(self, session: Session) -> None:
-        """Count the bytes of a session's spare points again, after refinements of its blocks were cut."""
+        """Count the bytes of a session's spare points again, after some of their blocks became smaller."""
         self._set_spare(session, self._spare.get(session, []))
 
     def _leave_spare(self, session: Session) -> None:
-        """Take a spare point from a session: the second in a stretch of blocks (see above), or else the first one."""
+        """Take a spare point from a session: the second in a stretch (see the module's docstring), or the first."""
         points, end, stretches = self._spare[session], session.points[-1].depth, set[tuple[int, int]]()
         for point in points:
             length = 1 << (max(1, end - point.depth).bit_length() - 1)
@@ -171,7 +177,7 @@ class ResumePoints:
         self.leave(session, point, DropCause.ABANDONED)
 
     def lose(self, row: int, cause: DropCause) -> list[Session]:
-        """Remove the points that need a lost block. Return the sessions that had them. row: of the block."""
+        """Remove the points that need a lost block, given by its row. Return the sessions that had such a point."""
         points = list(self._of.get(row, {}).values())
         found = dict.fromkeys(session for point in points for session in point.sessions)
         for point in points:

@@ -1,7 +1,8 @@
-"""Sessions: by id, by name, by last block, and in the policy's order. Only this module changes a session's blocks.
+"""Table that finds sessions by id, by name, by last block, and in the eviction policy's order.
 
-A session is a growing list of blocks. A block hash covers the whole prefix, so a block has the same position in every
-session.
+Only this module changes a session's blocks. A session is a growing list of blocks. A block hash covers the whole
+prefix, so a block has the same depth, the number of blocks before it, in every session. A row is a block's number in
+the BlockTable.
 """
 
 from collections import Counter, defaultdict
@@ -27,8 +28,8 @@ from manthan.manager.session.blocks import (
 )
 from manthan.policies import EvictionPolicy, SessionView
 
-REMEMBERED = 1024  # sessions still recognized when their KV is gone; two more for each session with KV
-MOST_RELATIVES = 64  # sessions of a family, because each drop checks all of them; later ones do not join
+REMEMBERED = 1024  # most sessions recognized by their last block, even without KV; and 2 more for each in the table
+MOST_RELATIVES = 64  # most sessions of a family, because each drop checks all of them. Later sessions do not join
 
 _NO_REQUESTS: frozenset[str] = frozenset()
 
@@ -36,9 +37,9 @@ _NO_REQUESTS: frozenset[str] = frozenset()
 class Shares(NamedTuple):
     """Shares of the tiers' budget. 1 is the whole budget."""
 
-    pinned: float = 0.25  # for all pinned sessions together; a tenant's may take this part of the tenant's share
-    tenants: Mapping[str, float] = {}  # "*" stands for each tenant without a share of its own
-    heads: float = 0.25  # share for first blocks that sessions share, which are stored exact
+    pinned: float = 0.25  # of all pinned sessions together; also the part of a tenant's share for its pinned sessions
+    tenants: Mapping[str, float] = {}  # by tenant; "*" stands for each tenant without a share of its own
+    heads: float = 0.25  # of the first blocks that several sessions have in common, which are stored exact
 
     def of_tenant(self, tenant: str) -> float:
         """Return the share of a tenant; 1 for no tenant."""
@@ -47,7 +48,7 @@ class Shares(NamedTuple):
 
 
 class SessionState(StrEnum):
-    """ACTIVE: a request runs. IDLE: none does. COLD: none does, and all blocks are saved."""
+    """ACTIVE: a request runs. IDLE: no request runs. COLD: no request runs, and all blocks are saved in a tier."""
 
     ACTIVE = auto()
     IDLE = auto()
@@ -55,13 +56,16 @@ class SessionState(StrEnum):
 
 
 class ResumePoint(Struct, eq=False, gc=False):
-    """Blocks of further KV cache groups needed to go on behind a session's block: a window's last, or a state."""
+    """Length of a session at which a request can continue, with the blocks of further KV cache groups needed there.
 
-    row: int  # of the session's block in the BlockTable
-    depth: int  # number of the session's blocks up to the point
-    rows: Rows  # of the further groups' blocks
-    ends_prompt: bool = False  # true if a prompt ended at the point
-    sessions: "dict[Session, None]" = field(default_factory=dict)  # with the point
+    These blocks are the last blocks of a sliding window, or a recurrent state.
+    """
+
+    row: int  # row of the session's last block before the point
+    depth: int  # number of the session's blocks before the point
+    rows: Rows  # rows of the further groups' blocks
+    ends_prompt: bool = False  # True if a prompt ended at the point
+    sessions: "dict[Session, None]" = field(default_factory=dict)  # sessions that have the point
 
 
 class Session(Struct, eq=False, gc=False):
@@ -75,24 +79,25 @@ class Session(Struct, eq=False, gc=False):
     session_id: str
     name: str | None  # given by the client
     tenant: str
-    number: int  # counts this engine's sessions, and is never used again
+    number: int  # unique among all sessions that this engine ever had
     created: float
     last_used: float
     owner: Owner = ("", "")
-    """Tenant, and name or, without a name, number. All branches of a named session have the same owner.
+    """Tenant, and "=" with the name, or "#" with the number of a nameless session. Only sessions of the same owner are
+    served the session's decoded KV. All branches of a named session have the same owner.
 
     A nameless session that repeats an older session's whole prompt has the older session's owner.
     """
-    rows: Rows = field(default_factory=lambda: NO_ROWS)  # of the session's blocks in the BlockTable
+    rows: Rows = field(default_factory=lambda: NO_ROWS)  # rows of the session's blocks
     requests: frozenset[str] = _NO_REQUESTS  # ids of the running requests
     is_cold: bool = False
     points: tuple[ResumePoint, ...] = ()  # resume points, the deepest last
-    prompt_depth: int = 0  # depth of the resume point at the end of the last prompt, kept besides the deepest
+    prompt_depth: int = 0  # depth of the resume point at the last prompt's end; 0 if only the deepest is kept
     refusals: int = 0  # number of consecutive stores that the tiers had no room for, or that failed
     refused_until: float = 0.0  # time until which the session is not saved, after a failed store
-    is_pressed: bool = False  # true if the session is being saved because memory is short
-    stored: int = 0  # blocks saved since the last request's begin, or since the session went cold
-    stored_nbytes: int = 0
+    is_pressed: bool = False  # True if the session is being saved because the pool is short of blocks
+    stored: int = 0  # number of blocks saved since the last request's begin, or since the session went cold
+    stored_nbytes: int = 0  # compressed bytes of these blocks
 
     # Facts for policies; see SessionView.
     uses: int = 0
@@ -103,23 +108,23 @@ class Session(Struct, eq=False, gc=False):
     answer_tokens: int = 0
     left_tokens: int = 0
     ending: str = ""  # ending of the last answer; empty during a request, or if unknown
-    lossy_tokens: int = 0  # cached tokens of the last request, decoded or computed behind decoded ones
+    lossy_tokens: int = 0  # number of the last request's cached tokens with KV decoded, or computed from decoded KV
     tip: bytes = b""  # last block hash at the last use. A session without blocks is recognized by the hash
 
     # Hints of the client; see Hints.
     is_pinned: bool = False
     pinned_until: float | None = None
     keeps: tuple[tuple[float, int], ...] = ()
-    """For each range kept at a client's wish, the time at which it ends, and its number of first tokens."""
+    """For each hint to keep first tokens: the time until which to keep the tokens, and the number of tokens."""
     kept: int = 0  # number of first blocks never dropped because of `keeps`; 0 for a pinned session
     ttl_s: float | None = None
     priority: int = 0
     expected: float | None = None
-    is_sure: bool = True  # true if the expected return is sure enough for a prefetch
-    tool: str = ""  # tool awaited by the client
-    stays_out: bool = False  # true if no KV of the session may reach a tier
-    parent: str | None = None  # name of the session that this one works for; there may be no such session
-    family: str | None = None  # name of the first ancestor, in a family of several; see `SessionTable.join`
+    is_sure: bool = True  # True if `expected` is sure enough for a prefetch
+    tool: str = ""  # name of the tool that the client waits for
+    stays_out: bool = False  # True if no KV of the session may reach a tier
+    parent: str | None = None  # name of the session for which this session works, such as an agent's; it may not exist
+    family: str | None = None  # name of the family, the first ancestor's; None without one; see `SessionTable.join`
     answer: bytes = b""  # hash of the first full block that has a token of the last answer; empty for none
     prompt_end: str = ""  # `digest_of` the last prompt
 
@@ -140,7 +145,7 @@ class Session(Struct, eq=False, gc=False):
 
     @property
     def point_rows(self) -> Rows:
-        """Rows of the blocks of further KV cache groups at the resume points."""
+        """Rows of the blocks of further KV cache groups that the session's resume points need."""
         return np.unique(np.concatenate([NO_ROWS, *(point.rows for point in self.points)]))
 
     def has(self, row: int, depth: int) -> bool:
@@ -149,7 +154,7 @@ class Session(Struct, eq=False, gc=False):
 
 
 def qualified(told_id: str, tenant: str) -> str:
-    """Return a session's id among all tenants' sessions. Two tenants' sessions never have the same id."""
+    """Return a session's id with the tenant's prefix. Two tenants' sessions never have the same such id."""
     return _prefix(tenant, told_id) + told_id
 
 
@@ -161,10 +166,10 @@ def _prefix(tenant: str, name: str) -> str:
 
 
 class Order:
-    """Sessions in the order of losing blocks: lower priorities first, and within a priority in the policy's order.
+    """Sessions in the order in which they lose blocks: by priority, the lowest first, then in the policy's order.
 
     Args:
-        make_policy: makes the policy's instance for a priority.
+        make_policy: makes the policy's instance for one priority.
     """
 
     def __init__(self, make_policy: Callable[[], EvictionPolicy]) -> None:
@@ -187,7 +192,7 @@ class Order:
         self._levels[priority].used(view)
 
     def leave(self, session_id: str, *, evicted: bool = False) -> None:
-        """Take a session out. evicted: True if the policy chose it. Unknown ids are ignored."""
+        """Take a session out. evicted: True if the policy chose the session as a victim. Unknown ids are ignored."""
         if (level := self._level_of.pop(session_id, None)) is not None:
             policy = self._levels[level]
             (policy.evicted if evicted else policy.forget)(session_id)
@@ -204,13 +209,13 @@ class Order:
 
 
 class SessionsBy(dict[object, tuple[Session, ...]]):
-    """Sessions by a key, those of a key in the order of `add`. Python's garbage collector ignores such tuples."""
+    """Sessions by a key, as a tuple in the order of `add`. Python's garbage collector ignores tuples of sessions."""
 
     def __missing__(self, key: object) -> tuple[Session, ...]:
         return ()
 
     def add(self, key: object, session: Session) -> None:
-        """Enter a session, once."""
+        """Enter a session. It must not be entered under this key yet."""
         self[key] = (*self[key], session)
 
     def remove(self, key: object, session: Session) -> None:
@@ -221,9 +226,10 @@ class SessionsBy(dict[object, tuple[Session, ...]]):
 
 
 class SessionTable:
-    """All sessions with blocks or a request, and remembered sessions without. A tenant's requests find its own only.
+    """All sessions with blocks or a running request, and remembered sessions with neither.
 
-    A request with a name finds sessions of this name. A request without a name finds all of the tenant's sessions.
+    A request finds only sessions of the request's tenant. A request with a session name finds only sessions of this
+    name.
 
     Args:
         make_policy: makes an instance of the policy.
@@ -243,12 +249,12 @@ class SessionTable:
         self.by_number: dict[int, Session] = {}
         self.states: Counter[SessionState] = Counter()
         self.resident = Order(make_policy)
-        """Sessions that may have resident blocks: used since a check last found no resident block."""
+        """Sessions that may have resident blocks, because each was used after a check last found none resident."""
         self.orders = defaultdict[tuple[str | None, int], Order](lambda: Order(make_policy))
-        """Unpinned sessions that have compressed blocks to drop, for number 0 of the key.
+        """Orders of unpinned sessions. The key is a tenant with a quota, or None for all tenants; and a number n.
 
-        For other numbers, unpinned sessions that may have blocks with at least so many refinements. The key also has a
-        tenant with a quota, or None for all tenants.
+        The order for n = 0 has the sessions with compressed blocks to drop. Each further order has the sessions that
+        may have compressed blocks with at least n refinements. A refinement is a part of a block that can be cut off.
         """
         self.order = self.orders[None, 0]
         self.changed: dict[str, None] | None = None  # ids of changed sessions; None before `take_changes`
@@ -258,12 +264,12 @@ class SessionTable:
         self._named = SessionsBy()  # named sessions, by tenant and name
         self._of_tenant = defaultdict[str, dict[Session, None]](dict)
         self._families: dict[tuple[str, str], dict[Session, None]] = {}
-        """Sessions with a parent or a child, by tenant and the name of their first ancestor."""
-        self._prompts: dict[str, Session] = {}  # last session that asked a prompt, by `Session.prompt_end`
+        """Sessions with a parent or a child, by tenant and the name of the family; see `join`."""
+        self._prompts: dict[str, Session] = {}  # session that last had a prompt, by `Session.prompt_end`
         self._remembered: dict[bytes, Session] = {}
-        """Sessions by tenant and `Session.tip`, with or without blocks. The oldest are removed, several at once."""
+        """Sessions by tenant + `Session.tip`, with or without blocks. Many of the oldest are removed at once."""
         self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
-        self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, as a secret
+        self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, to hide others' numbers
         self._forks = defaultdict[str, Iterator[int]](lambda: count(2))
 
     # -- sessions -------------------------------------------------------------------------------------
@@ -276,7 +282,7 @@ class SessionTable:
         return session
 
     def rows_of(self, name: str | None, tenant: str) -> Rows:
-        """Return the rows of the tenant's first session of this name; none without a name."""
+        """Return the rows of the tenant's first session of this name; no rows without a name or session."""
         found = () if name is None else self._named[tenant, name]
         return next((session.rows for session in found), NO_ROWS)
 
@@ -298,7 +304,7 @@ class SessionTable:
             self._join(session, session.name)
 
     def join(self, session: Session, parent: str) -> None:
-        """Note the parent of a session, by name. An ancestor and all descendants are a family.
+        """Note the parent of a session, by name. A session without a parent and all its descendants are a family.
 
         There may be no session of the parent's name. Sessions that name each other in a circle are one family.
         """
@@ -311,7 +317,7 @@ class SessionTable:
 
     def _join(self, session: Session, family: str) -> None:
         if session.family != family:
-            for one in self.relatives(session):  # blocks kept for the family's sake may be dropped now
+            for one in self.relatives(session):  # blocks kept for the old family's sake may be dropped now
                 self.enter_order_again(one)
             self.enter_order_again(session)
             self._leave_family(session)
@@ -328,7 +334,7 @@ class SessionTable:
             session.family = None
 
     def relatives(self, session: Session) -> list[Session]:
-        """Return the other sessions of the session's family."""
+        """Return the further sessions of a session's family."""
         found = () if session.family is None else self._families[session.tenant, session.family]
         return [one for one in found if one is not session]
 
@@ -351,7 +357,7 @@ class SessionTable:
         self._set_state(session, session.requests - {request_id} or _NO_REQUESTS, session.is_cold)
 
     def set_cold(self, session: Session, is_cold: bool) -> None:
-        """Note whether all blocks of a session are saved."""
+        """Set `is_cold` of a session: True if all its blocks are saved."""
         if session.is_cold is not is_cold:
             self._set_state(session, session.requests, is_cold)
 
@@ -416,11 +422,11 @@ class SessionTable:
     # -- the policy's order ---------------------------------------------------------------------------
 
     def victims(self, order: Order) -> Iterator[Session]:
-        """Yield the sessions of one of the orders, first victim first."""
+        """Yield the sessions of `order`, first victim first."""
         return map(self.by_id.__getitem__, order.victims())
 
     def enter_order(self, session: Session) -> None:
-        """Tell the policy of a session's use, or enter a session that has compressed blocks to drop again."""
+        """Enter a session into its orders, or report a use of the session to their policies."""
         view = self._view(session)
         self.resident.used(view, session.priority)
         levels = 0 if session.is_pinned else self.shape.groups[self.shape.main].levels
@@ -435,23 +441,23 @@ class SessionTable:
                 order.used(self._view(session), session.priority)
 
     def enter_order_again(self, session: Session) -> None:
-        """Enter a session that left the order and has compressed blocks to drop again."""
+        """Enter a session that left the orders, because again it has compressed blocks to drop."""
         if session.session_id not in self.order:
             self.enter_order(session)
 
     def leave_order(self, session: Session, *, evicted: bool = False) -> None:
-        """Take out a session without blocks to drop. evicted: True if they were dropped by the policy's choice."""
+        """Take out a session without blocks to drop. evicted: True if the policy chose the session for the drop."""
         for order in self._orders(session, 0, 1):
             order.leave(session.session_id, evicted=evicted)
         self.leave_refined(session, 1)
 
     def leave_refined(self, session: Session, level: int) -> None:
-        """Take out a session that has no block left to cut to below `level` refinements."""
+        """Take a session out of the orders for `level` and more refinements, because it has no such block left."""
         for order in self._orders(session, level, MOST_INNER + 1):
             order.leave(session.session_id)
 
     def _orders(self, session: Session, level: int, levels: int) -> list[Order]:
-        """Return the session's orders of the numbers from `level` to below `levels`; see `orders`."""
+        """Return the session's orders for the numbers from `level` up to `levels - 1`; see `orders`."""
         tenants = [None, session.tenant] if self._shares.of_tenant(session.tenant) < 1 else [None]
         return [self.orders[tenant, each] for tenant in tenants for each in range(level, levels)]
 
@@ -478,13 +484,13 @@ class SessionTable:
     def attribute(self, hashes: Sequence[bytes], rows: Rows, name: str | None, tenant: str, now: float) -> Session:
         """Return the session that a prompt belongs to, or a new session.
 
-        The prompt belongs to a session if it extends the session's blocks, also if their KV is gone, or if only the
-        session's last answer comes back changed. If the prompt continues from the middle of a session, the client has
-        changed an earlier message: the new session then inherits the older one's history.
+        The prompt belongs to a session if it extends the session's blocks, even if their KV is gone. It also belongs to
+        a session if only the session's last answer comes back changed. If the prompt continues from the middle of a
+        session, the client has changed an earlier message. The new session then inherits the older session's history.
 
         Args:
             hashes: block hashes of the prompt's full blocks.
-            rows: their rows.
+            rows: rows of these blocks.
             name: the request's session name; None without a name.
         """
         found = self.find(rows, name, tenant)
@@ -494,7 +500,7 @@ class SessionTable:
         if remembered is not None:
             row = self.blocks.row(self.shape.session_group, remembered.tip)
             is_superseded = row >= 0 and self.blocks.users[row] > 0 and self._holder(row, tenant) is not None
-            if not is_superseded:  # else a live session has the last block, and the request belongs to a live session
+            if not is_superseded:  # else a session with blocks has the last block, and takes precedence
                 if self.by_id.get(remembered.session_id) is not remembered:
                     self._revive(remembered)
                 return remembered
@@ -507,17 +513,17 @@ class SessionTable:
         return session
 
     def find(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
-        """Return the session with KV that a prompt extends; None for a new session, or a branch of a session.
+        """Return the session with blocks that a prompt extends; None for a new session, or a branch of a session.
 
         The result is the longest session whose blocks are the prompt's first blocks. With a name, a session that has
-        more of the prompt goes before it if it has the whole prompt, because the prompt is then asked again.
+        all the prompt's blocks goes first, because its client then asks the same prompt again.
         """
         used = self._used(rows)
         if name is None:
             found = self._longest(used, None, tenant)
             if found is not None and found.name is None and len(found.rows) < len(rows):
                 is_start = self._has_several(int(found.rows[-1]), len(found.rows) - 1, tenant)
-                return None if is_start else found  # where others go on, as at the end of a system prompt
+                return None if is_start else found  # a begin of several sessions, such as a system prompt
             return found
         known, near = self._nearest(used, name, tenant)
         found = self._longest(used[:known], name, tenant)
@@ -525,10 +531,15 @@ class SessionTable:
         return near if is_again and (found is None or len(found.rows) < known) else found
 
     def kept(self, session: Session, rows: Rows, name: str | None, tokens: int) -> int:
-        """Return the number of blocks a session keeps when a prompt with these rows and tokens comes.
+        """Return the number of first blocks that a session keeps when a prompt comes that belongs to the session.
 
-        The session keeps all blocks, unless its last answer comes back changed: then the first blocks that both have in
-        common. Such a prompt has more tokens than the last prompt, and not all the session's blocks.
+        If a block of both differs, the session keeps the blocks before. If the prompt has only the session's first
+        blocks, the session keeps all blocks, unless the last answer comes back shorter: a named session's prompt then
+        has more tokens than the last prompt. In this case the session keeps the prompt's blocks.
+
+        Args:
+            rows: of the prompt's full blocks.
+            tokens: number of the prompt's tokens.
         """
         length = common_prefix(session.rows, rows)
         if length < min(len(session.rows), len(rows)):
@@ -537,10 +548,10 @@ class SessionTable:
         return length if is_next else len(session.rows)
 
     def own_blocks(self, session: Session, rows: Rows, prompt: str) -> int:
-        """Return the number of a prompt's first blocks that the session has, or a session of the same name.
+        """Return the number of a prompt's first blocks that the session, or a session of the same name, has.
 
-        Behind these blocks, the request takes exact blocks only. A request without a name that repeats a session's
-        whole prompt counts as the same client's.
+        Behind these blocks, the request is served only exact blocks. A request without a name that repeats a session's
+        whole prompt counts as a request of this session's client.
 
         Args:
             prompt: digest of the prompt; see `digest_of`.
@@ -554,7 +565,7 @@ class SessionTable:
         return common_prefix(session.rows, rows)
 
     def enter_prompt(self, session: Session, prompt: str) -> None:
-        """Note a session's newest prompt, by its digest; empty for none."""
+        """Note a session's newest prompt. prompt: see `digest_of`; empty for no prompt."""
         if self._prompts.get(session.prompt_end) is session:
             del self._prompts[session.prompt_end]
         session.prompt_end = prompt
@@ -562,11 +573,11 @@ class SessionTable:
             self._prompts[prompt] = session
 
     def _used(self, rows: Rows) -> Rows:
-        """Return the rows up to the first that no session has."""
+        """Return the rows before the first whose block no session has."""
         return rows[: first_false(self.blocks.users[rows] > 0)]
 
     def _longest(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
-        """Return the longest session, of this name or any, whose last block is among these rows."""
+        """Return the longest session whose last block is among these rows. name: None for sessions of any name."""
         for row in reversed(rows.tolist()):
             for session in self._ending[row]:
                 if session.tenant == tenant and name in (None, session.name):
@@ -574,7 +585,10 @@ class SessionTable:
         return None
 
     def _nearest(self, rows: Rows, name: str | None, tenant: str) -> tuple[int, Session | None]:
-        """Return the session, of this name or any, with the most of these rows from the first on, and their number."""
+        """Return the largest number of these rows, from the first on, that a session begins with, and the session.
+
+        name: None for sessions of any name.
+        """
         best, found = 0, None
         some: Iterable[Session] = self._of_tenant.get(tenant, ()) if name is None else self._named[tenant, name]
         for session in some if len(rows) else ():
@@ -585,10 +599,10 @@ class SessionTable:
         return best, found
 
     def _with_changed_answer(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
-        """Return the session of the name whose whole last prompt, but not the answer, is at the begin of these rows.
+        """Return the session of this name whose whole last prompt, but not the answer, is at the begin of these rows.
 
-        The template has left out the model's thinking, or the client has changed the answer. None without a name,
-        because the prompt may be a different client's.
+        The chat template has then left out the model's thinking, or the client has changed the answer. Return None
+        without a name, because the prompt may be a different client's.
         """
         if name is None:
             return None
@@ -599,7 +613,10 @@ class SessionTable:
         return origin if prompt and known >= prompt // self.shape.block_tokens else None
 
     def _inherit(self, session: Session, rows: Rows) -> None:
-        """Take over the history of the only session that has the begin of these rows and then other blocks."""
+        """Give `session` the history of another session that begins with the same rows and then has other blocks.
+
+        If several sessions have the last common block, `session` gets no history.
+        """
         known = len(self._used(rows))
         origin = self._holder(int(rows[known - 1]), session.tenant) if known else None
         if origin is None:  # only other tenants' sessions have all of the rows
@@ -614,14 +631,14 @@ class SessionTable:
             order.superseded(origin.session_id)
 
     def _holder(self, row: int, tenant: str) -> Session | None:
-        """Return a session of the tenant with the block."""
+        """Return a session of the tenant that has the block with this row; None without one."""
         found = self.by_number.get(int(self.blocks.origin[row]))
         if found is None or found.tenant != tenant:
             found = next(self.holders(row, int(self.blocks.depth[row]), tenant), None)
         return found
 
     def holders(self, row: int, depth: int, tenant: str | None = None) -> Iterator[Session]:
-        """Yield the sessions, of a tenant or of all, with the block. The search visits each session."""
+        """Yield the sessions, of a tenant or for None of all, that have the block. The search visits each session."""
         some: Iterable[Session] = self.by_id.values() if tenant is None else self._of_tenant.get(tenant, ())
         return (session for session in some if session.has(row, depth))
 
@@ -632,7 +649,7 @@ class SessionTable:
     # -- remembered sessions, with or without KV -------------------------------------------------------
 
     def remember(self, session: Session) -> None:
-        """Note the session's last block at the end of a request. A later prompt with it belongs to the session."""
+        """Note the session's last block at the end of a request, so that later prompts with it find the session."""
         self.forget_tip(session)
         if len(session.rows):
             session.tip = self.blocks.hashes(session.rows[-1:])[0]
@@ -651,7 +668,7 @@ class SessionTable:
             del self._remembered[tip]
 
     def _revive(self, session: Session) -> None:
-        """Enter a remembered session again. The history and the hints stay."""
+        """Enter a remembered session again, which has left the table. Its history and hints stay."""
         if session.session_id in self.by_id:
             session.session_id = self._new_id(session.name, session.tenant)
         session.is_cold, session.refusals, session.refused_until = False, 0, 0.0
@@ -668,7 +685,7 @@ class SessionTable:
 
 
 def digest_of(tenant: str, hashes: Sequence[bytes], tail: bytes | None) -> str:
-    """Return the number of a prompt's full blocks, and a digest of a tenant's whole prompt; empty if unknown.
+    """Return a text with the number of a prompt's full blocks, and a digest of tenant and prompt; empty if unknown.
 
     Args:
         hashes: block hashes of the full blocks.

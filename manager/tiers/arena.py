@@ -1,11 +1,12 @@
 """Allocator of blocks of different sizes in a single range of addresses, by best fit.
 
-A hole is a run of free addresses. A block gets one extent if a hole is large enough: of the smallest such hole, and
-among equal holes the lowest. Else it gets several extents, of the largest holes first, so that all free bytes can be
-used. Less than GRANULE bytes a block are lost. Blocks of equal size leave holes of whole blocks, and have one extent.
+An extent is a run of addresses of a block. A hole is a run of free addresses. A block gets one extent if any hole is
+large enough: in the smallest large enough hole, and among equal holes in the lowest. Else the block gets several
+extents, in the largest holes first, so that all free bytes can be used. Rounding wastes less than GRANULE bytes a
+block. If all blocks have the same size, each has one extent.
 
-In an arena filled to the last byte with blocks of many sizes, a block lies in hundreds of extents. With a fiftieth of
-the bytes free, a block lies in one or two; see `usable`.
+In an arena filled to the last byte with blocks of many sizes, a block can lie in hundreds of extents. With a fiftieth
+of the bytes free, a block lies in one or two; see `usable`.
 """
 
 from bisect import bisect_left, insort
@@ -16,7 +17,7 @@ GRANULE = 256  # bytes; extents begin and end at multiples
 
 
 class Extent(NamedTuple):
-    """Run of addresses. start, nbytes: multiples of GRANULE."""
+    """Run of `nbytes` addresses from `start` on. In an arena both numbers are multiples of GRANULE."""
 
     start: int
     nbytes: int
@@ -28,12 +29,12 @@ def room(nbytes: int) -> int:
 
 
 def usable(nbytes: int) -> int:
-    """Return how many of an arena's bytes blocks should take at most, so that holes stay large."""
+    """Return the most bytes that blocks should take in an arena of `nbytes` bytes, so that holes stay large."""
     return nbytes - nbytes // 50
 
 
 def split(extents: Iterable[Extent], nbytes: int) -> tuple[tuple[Extent, ...], list[Extent]]:
-    """Return the extents of the first room(nbytes) bytes of a block, and the rest's extents."""
+    """Split a block's extents. Return the extents of the first room(nbytes) bytes, and the extents of the rest."""
     left, kept, rest = room(nbytes), list[Extent](), list[Extent]()
     for start, size in extents:
         keep = min(size, left)
@@ -44,16 +45,17 @@ def split(extents: Iterable[Extent], nbytes: int) -> tuple[tuple[Extent, ...], l
 
 
 class Arena:
-    """Knows which addresses, from 0 on, are free. Has no memory behind them. Not thread-safe.
+    """Record of the free addresses in a range from 0 on. It has no memory at the addresses. Not thread-safe.
 
     Args:
-        nbytes: Number of addresses, rounded down to a multiple of GRANULE. `join` adds more.
+        nbytes: Number of addresses, rounded down to a multiple of GRANULE. `join` adds more addresses.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = 0  # number of addresses
         self.available = 0  # number of free bytes, in all holes
-        # Holes by start, by end, and sorted by size and start. Two holes never touch each other.
+        # Size of a hole by its start, start of a hole by its end, and (size, start) of all holes, sorted. Two holes
+        # never touch each other.
         self._size_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}
         self._holes: list[tuple[int, int]] = []
@@ -61,7 +63,7 @@ class Arena:
         self.join(Extent(0, nbytes))
 
     def join(self, more: Extent) -> None:
-        """Add addresses at the end, rounded down to a multiple of GRANULE."""
+        """Add the free addresses `more`, behind all others. Their number is rounded down to a multiple of GRANULE."""
         size = more.nbytes - more.nbytes % GRANULE
         self.nbytes += size
         self._end = more.start + size
@@ -72,14 +74,14 @@ class Arena:
         return self.nbytes - self.available
 
     def allocate(self, nbytes: int) -> tuple[Extent, ...] | None:
-        """Return extents of room(nbytes) bytes in all; None if fewer are free."""
+        """Take room(nbytes) bytes. Return their extents; None if fewer bytes are free."""
         found = self.allocate_some(nbytes, 1)
         return found[0] if found else None
 
     def allocate_some(self, nbytes: int, count: int) -> list[tuple[Extent, ...]]:
-        """Return the extents of up to `count` blocks of `nbytes` bytes, the same that repeated `allocate` would give.
+        """Return the extents of up to `count` blocks of `nbytes` bytes each, as repeated calls of `allocate` would.
 
-        One hole serves several blocks, because the rest of a hole is the best fit for the next block.
+        Several blocks are taken from a hole at once, because the rest of a hole is the best fit for the next block.
         """
         size = room(nbytes)
         found: list[tuple[Extent, ...]] = []
@@ -118,7 +120,7 @@ class Arena:
         return tuple(taken)
 
     def _take(self, at: int, most: int) -> Extent:
-        """Take up to `most` first bytes of hole number `at`."""
+        """Take the first bytes, at most `most`, of the hole at index `at` of `_holes`."""
         size, start = self._holes[at]
         self._remove(start)
         taken = Extent(start, min(size, most))

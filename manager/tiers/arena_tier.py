@@ -1,4 +1,4 @@
-"""Tiers that keep blocks at addresses, within a hard budget: their base, and the tier in RAM."""
+"""Base class of the tiers that keep blocks at addresses, within a hard budget; and the tier in RAM."""
 
 import threading
 from abc import abstractmethod
@@ -13,20 +13,20 @@ from manthan.manager.tiers.arena import Arena, Extent, room, split, usable
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Tier, part_ends
 from manthan.manager.transfer import RESET
 
-CHUNK = 64 << 20  # bytes of memory allocated at once, on demand
+CHUNK = 64 << 20  # bytes of memory that RamTier allocates at once, on demand
 
 
 @dataclass(slots=True, eq=False)
 class Placed:
-    """Block, or the end of a block that was cut off, and its addresses.
+    """Stored block and its addresses, or a cut-off end of a block and the end's addresses.
 
     Args:
-        nbytes: Size of the block, without headers that the tier adds.
-        digest: Checksum in a disk tier; None if unknown, because the block was cut.
-        sequence: Number of the write in a disk tier.
-        is_dropped: True if the block was dropped, or cut.
-        inner: Ends, in bytes, of all parts but the last.
-        cut: For an end that was cut off, name and rest of its block; else None.
+        nbytes: Size of the block, without headers that the tier adds; 0 for a cut-off end.
+        digest: Checksum of the block, in a disk tier only; None if unknown, because the block was cut.
+        sequence: Sequence number of the write, in a disk tier only.
+        is_dropped: True if the block was dropped, or was cut and has another `Placed` now.
+        inner: Offset, in bytes, at which each part but the last ends; see `tier.part_ends`.
+        cut: For a cut-off end, the name of its block, and the `Placed` of the parts that stay; else None.
     """
 
     extents: tuple[Extent, ...]
@@ -39,10 +39,10 @@ class Placed:
 
 
 class ArenaTier(Tier):
-    """Knows which block is at which addresses, and erases dropped blocks.
+    """Tier that knows which block is at which addresses, and erases dropped blocks.
 
-    The bytes of a dropped block, or of a cut-off end, are erased on a thread, or by a put that needs the room. They
-    count as free at once. The addresses are used again only after the erasure.
+    The bytes of a dropped block, or of a cut-off end, count as free at once. They are erased on a thread, or by a put
+    that needs the room. Their addresses are used again only after the erasure.
 
     Args:
         max_bytes: Budget, never exceeded.
@@ -53,11 +53,11 @@ class ArenaTier(Tier):
 
     def __init__(self, max_bytes: int, arena: Arena) -> None:
         self.max_bytes = max_bytes
-        self.peak = 0  # largest number of bytes ever taken
+        self.peak = 0  # largest number of bytes ever taken, not yet erased blocks included
         self._lock = threading.Lock()  # held to read or change the attributes below, but never during I/O
         self._arena = arena
         self._blocks: OrderedDict[BlockName, Placed] = OrderedDict()  # least recently stored or touched first
-        self._writing: dict[BlockName, object] = {}  # by block, an object for the put that writes it
+        self._writing: dict[BlockName, object] = {}  # by block being written, an object that stands for the newest put
         self._dropped: deque[Placed] = deque()
         self._dropped_nbytes = 0  # bytes of dropped blocks not yet erased
         self._erasing = threading.Lock()  # held during an erasure, and taken before `_lock`
@@ -65,14 +65,14 @@ class ArenaTier(Tier):
 
     @abstractmethod
     def _write(self, name: BlockName, placed: Placed, buf: Buffer) -> str | None:
-        """Write a block, and set digest and sequence of `placed`. Return the cause of a failure, or None."""
+        """Write a block. Return the cause of a failure, or None. A disk tier sets digest and sequence of `placed`."""
 
     @abstractmethod
     def _erase(self, extents: tuple[Extent, ...]) -> None:
-        """Overwrite the bytes at these addresses."""
+        """Erase the bytes at these addresses."""
 
     def _shorten(self, name: BlockName, placed: Placed) -> None:
-        """Store the new size of a cut block on the medium, before its end is erased."""
+        """Write the new size of a cut block to the medium, before the cut-off end is erased. Do nothing in RAM."""
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         causes = {key: self._put((group, key), buf) for key, buf in blocks.items()}
@@ -131,14 +131,14 @@ class ArenaTier(Tier):
         return self
 
     def touch(self, group: int, keys: Sequence[bytes]) -> None:
-        """Mark blocks as used now, the last of `keys` as used first."""
+        """Mark blocks as used now, in reverse order. So the last of `keys` is the first that `make_room` drops."""
         with self._lock:
             for name in [(group, key) for key in reversed(keys)]:
                 if name in self._blocks:
                     self._blocks.move_to_end(name)
 
     def make_room(self, nbytes: int) -> bool:
-        """Drop the least recently used blocks until `nbytes` bytes are free. Return False if that many cannot be."""
+        """Drop the least recently used blocks until `nbytes` bytes are free. Return False if fewer are free then."""
         with self._lock:
             free = self.usable - self._arena.used + self._dropped_nbytes
             while free < nbytes <= self.usable and self._blocks:
@@ -150,13 +150,13 @@ class ArenaTier(Tier):
 
     @property
     def used(self) -> int:
-        """Bytes of blocks, blocks being written included."""
+        """Bytes taken by blocks, blocks being written included."""
         with self._lock:
             return self._arena.used - self._dropped_nbytes
 
     @property
     def usable(self) -> int:
-        """Most bytes that blocks can take. The rest stays free, so that free extents stay large."""
+        """Most bytes that the caller should store, so that holes stay large. `put_all` stores up to `max_bytes`."""
         return usable(self.max_bytes)
 
     # -- the caller holds the lock ----------------------------------------------------------------------
@@ -192,7 +192,7 @@ class ArenaTier(Tier):
                 needs = self._arena.available + self._dropped_nbytes >= nbytes
             if extents is not None or not needs:
                 return extents
-            if not self._erase_one():  # another thread has erased the rest meanwhile
+            if not self._erase_one():  # another thread has erased the last dropped block meanwhile
                 with self._lock:
                     return self._take(nbytes)
 
@@ -222,7 +222,7 @@ class ArenaTier(Tier):
 
 
 class RamTier(ArenaTier):
-    """Blocks in this process's memory. Bytes are copied on the way in and out."""
+    """Tier in this process's memory. `put_all` and `read` copy the bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(max_bytes, Arena(max_bytes))
@@ -258,7 +258,7 @@ class RamTier(ArenaTier):
             piece[:] = 0
 
     def _pieces(self, extents: Sequence[Extent], left: int) -> Iterator[Buffer]:
-        """Yield views of the first `left` bytes of extents, in order."""
+        """Yield views of the memory at the first `left` bytes of extents, in order. Allocate missing memory."""
         for start, size in extents:
             end = start + min(size, left)
             left -= end - start

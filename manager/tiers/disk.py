@@ -3,23 +3,26 @@
     FOLDER/lock      locked by the process that uses the folder
     FOLDER/blocks    one sparse file of records
 
-A record begins at a multiple of PAGE with a header of HEADER bytes, little-endian:
+A record is a header, and a body: a compressed block. A record begins at a multiple of PAGE. The header has HEADER
+bytes, little-endian:
 
     magic "MNDB" · version u16 · length of the block hash u16 · KV cache group u32 · number of extents u32
     sequence u64 · size of the body u64 · xxh3-64 of the body u64 · block hash, padded with zeros, 64 bytes
-    start and size of each extent, 24 times u64, u64 · ends of the body's inner parts, 4 times u32, 0 for none
-    xxh3-64 of the bytes before u64
+    start and size of each extent, 24 times u64, u64
+    offset at which each part of the body but the last ends (see `tier.part_ends`), 4 times u32, 0 for no part
+    xxh3-64 of all earlier bytes of the header u64
 
-The body, a compressed block, follows through the extents. The first extent begins at the header, so bytes that only
-look like a header are not taken for a header.
+The record takes the extents in order: first the header, then the body. The first extent starts at the header's own
+address, so a copy of a header inside of a body is not taken for a header.
 
 A process may be killed at any moment: the body is written before the header, and the system still writes its page cache
-to the disk. A power failure costs the blocks written in the last SYNC_S seconds: a body that does not match its digest
-counts as absent. Of two records of a block, or of two that overlap, the one with the higher sequence is valid.
+to the disk. A power failure may cost the blocks written in the last SYNC_S seconds: a body that does not match its
+xxh3-64 counts as absent. `sequence` counts writes. Of two records of a block, or of two records that overlap, only the
+record with the higher sequence is valid.
 
 A dropped block is erased by punching a hole, or overwritten if the file system has no holes. The end of a cut block is
 erased after the new header is written. If a process is killed before it has erased a block, the next process finds the
-record again. Whoever opens a tier drops the blocks that no session needs. Opening erases the bytes outside of records.
+record again. Opening a tier erases the bytes outside of records. The engine then drops blocks that no session needs.
 """
 
 import errno
@@ -56,8 +59,9 @@ MAGIC, VERSION = b"MNDB", 1
 _FIELDS = struct.Struct(f"<4sHHIIQQQ64s{2 * MOST_EXTENTS}Q{MOST_INNER}I")  # all but the header's checksum
 DISK = "disk"  # cause of a failure of the disk
 SYNC_S, CLOSE_S = 5.0, 5.0  # seconds between two syncs, and most seconds that `close` waits for the disk
-READERS, WRITERS, AHEAD = 8, 4, 16  # threads that read, threads that write, runs of blocks read ahead
-RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20  # bytes of a run of blocks, on average; bytes searched at a time
+READERS, WRITERS, AHEAD = 8, 4, 16  # threads that read; threads that write; most runs that the threads read ahead
+RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20
+"""Approximate bytes of a run, the blocks that a thread reads in a row; bytes searched for a header at a time."""
 QUIET_S = 60.0  # seconds between two log lines about failures of many blocks
 
 
@@ -67,7 +71,7 @@ def room(nbytes: int) -> int:
 
 
 def usable(max_bytes: int) -> int:
-    """Return the bytes of a budget that blocks can take."""
+    """Return the most bytes of a budget that blocks should take, in whole pages; see `arena.usable`."""
     return arena.usable(max_bytes) // PAGE * PAGE
 
 
@@ -76,11 +80,11 @@ def _pages(nbytes: int) -> int:
 
 
 class DiskTier(ArenaTier):
-    """Tier of a rank in a folder on disk, made if missing.
+    """Tier of a rank in a folder on disk. A missing folder is made.
 
     Args:
-        timeout_s: Most seconds that one `read` waits for the disk, and `put_all` for each block.
-        is_left: True for the folder of an earlier server, from which several ranks read and drop, and none writes.
+        timeout_s: Most seconds that one `read` waits for the disk in all, and `put_all` for each block.
+        is_left: True for the folder of an earlier server. Several ranks then read and drop blocks, and none writes.
 
     Raises:
         BlockingIOError: Another process uses the folder.
@@ -102,7 +106,7 @@ class DiskTier(ArenaTier):
         self._is_dirty, self._is_apart, self._sparing = True, False, Sparing(QUIET_S)
         self._readers = ThreadPoolExecutor(READERS, "manthan-disk-read")
         self._writers = ThreadPoolExecutor(WRITERS, "manthan-disk-write")
-        self._stuck: Future[list[Found]] | Future[str | None] | None = None  # abandoned waits
+        self._stuck: Future[list[Found]] | Future[str | None] | None = None  # the job that was last given up
         self._closing = threading.Event()
         self._syncer = threading.Thread(target=self._sync_regularly, name="manthan-disk-sync", daemon=True)
         self._syncer.start()
@@ -124,7 +128,7 @@ class DiskTier(ArenaTier):
         return {key: cause for key, cause in causes.items() if cause is not None}
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
-        """See Tier. Some runs of blocks are read ahead."""
+        """See Tier. Threads read blocks ahead of the caller."""
         names, done, left_s = [(group, key) for key in keys], 0, self._timeout_s
         sizes = [placed.nbytes for placed in map(self._blocks.get, names) if placed is not None]
         length = max(1, RUN_BYTES * len(sizes) // max(1, sum(sizes)))
@@ -152,7 +156,7 @@ class DiskTier(ArenaTier):
                 job.cancel()
 
     def cleared(self, place: str) -> "DiskTier":
-        """Return this tier. The file loses its name before a block is put again, so that no process finds it later."""
+        """Return this tier. The file loses its name before the next write, so that no process finds the file later."""
         super().cleared(place)
         self._is_apart = True
         return self
@@ -224,7 +228,7 @@ class DiskTier(ArenaTier):
         return None
 
     def _erase(self, extents: tuple[Extent, ...]) -> None:
-        """Erase the extents, the first one before the others, because it has the header."""
+        """Erase the extents, in order, so that the header in the first extent goes before the body."""
         self._is_dirty = True
         try:
             for extent in extents:
@@ -237,10 +241,10 @@ class DiskTier(ArenaTier):
             placed.digest = _digest(self._read_body(placed))
             write_all(self._fd, memoryview(_header(name, placed)), placed.extents[0].start)
         except OSError as error:
-            self._complain(f"a block that was cut cannot be written down: {error.strerror}")
+            self._complain(f"the header of a block that was cut cannot be written: {error.strerror}")
 
     def _arena_around(self, blocks: Iterable[Placed], nbytes: int) -> Arena:
-        """Return an arena with the blocks' extents taken. Bytes between the blocks are erased. Raises OSError."""
+        """Return an arena in which the extents of `blocks` are taken. Erase the file's other bytes. Raises OSError."""
         taken = sorted(extent for placed in blocks for extent in placed.extents)
         end = sum(taken[-1]) if taken else 0
         found = Arena(max(end, nbytes))
@@ -256,7 +260,7 @@ class DiskTier(ArenaTier):
         return found
 
     def _leave(self) -> None:
-        """Remove the file's name after `cleared`. Raises OSError."""
+        """Remove the file's name from the folder if `cleared` was called. Raises OSError."""
         if self._is_apart and self._path.exists():
             self._path.unlink(missing_ok=True)
             sync_folder(self.folder)
@@ -292,7 +296,7 @@ class DiskTier(ArenaTier):
 
 
 def records_in(fd: int) -> dict[BlockName, Placed]:
-    """Return the valid records of an open file, in the order of writing. Raises OSError."""
+    """Return the `Placed` of each valid record in an open file, in the order of writing. Raises OSError."""
     newest: dict[BlockName, Placed] = {}
     for name, placed in _scanned(fd):
         if name not in newest or newest[name].sequence < placed.sequence:
@@ -310,7 +314,7 @@ def records_in(fd: int) -> dict[BlockName, Placed]:
 
 
 def _scanned(fd: int) -> Iterator[tuple[BlockName, Placed]]:
-    """Yield each record with a valid header, by address. Raises OSError."""
+    """Yield name and `Placed` of each record with a valid header, in the order of addresses. Raises OSError."""
     at, size = 0, os.fstat(fd).st_size
     while at < size:
         try:
@@ -353,7 +357,7 @@ def _parsed(head: bytes, at: int) -> tuple[BlockName, Placed] | None:
 
 
 def _body(placed: Placed) -> Iterator[Extent]:
-    """Yield the extents of a block's body, which begins behind the header."""
+    """Yield the runs of addresses of a block's body, which begins behind the header."""
     left, skip = placed.nbytes, HEADER
     for start, size in placed.extents:
         yield Extent(start + skip, min(left, size - skip))
@@ -362,4 +366,4 @@ def _body(placed: Placed) -> Iterator[Extent]:
 
 
 def _digest(body: Buffer) -> int:
-    return xxhash.xxh3_64(body.data).intdigest()  # unlike xxh3_64_intdigest, it releases Python's lock meanwhile
+    return xxhash.xxh3_64(body.data).intdigest()  # unlike xxh3_64_intdigest, xxh3_64 releases the GIL

@@ -1,4 +1,7 @@
-"""Files and folders of a disk tier. Only their owner may read them. Damaged ones are renamed to `.bad`."""
+"""Making, locking and erasing a disk tier's files and folders, which only the owner may read.
+
+A damaged file or folder, such as one of a wrong type or owner, is renamed to NAME.bad, and made anew.
+"""
 
 import ctypes
 import errno
@@ -11,22 +14,22 @@ from typing import IO
 
 logger = logging.getLogger("vllm.manthan.disk")
 
-ERASE_BYTES = 1 << 20  # overwritten at a time
+ERASE_BYTES = 1 << 20  # bytes that `erase` overwrites at a time, if the file system has no holes
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _FALLOCATE = ctypes.CDLL(None).fallocate
 _FALLOCATE.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
 
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
-"""Errors of the disk or of the process, which say nothing about the file."""
+"""Errors of the disk or of the process, not of a single file."""
 
 
 def is_damage(error: OSError) -> bool:
-    """True if the file is at fault, not the disk."""
+    """True if the error is of the file or folder itself, not of the disk or of the process."""
     return error.errno not in _OF_THE_DISK
 
 
 def set_aside(path: Path, why: object) -> bool:
-    """Rename a damaged file or folder to `.bad`, and remove an earlier `.bad`. Return False if this fails."""
+    """Rename a damaged file or folder to NAME.bad, and remove an earlier NAME.bad. Return False if this fails."""
     bad, why = path.with_name(f"{path.name}.bad"), " ".join(str(why).split())  # one line
     try:
         if bad.is_dir() and not bad.is_symlink():
@@ -41,7 +44,7 @@ def set_aside(path: Path, why: object) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and all missing parents, for their owner only. A damaged folder is set aside. Raises OSError."""
+    """Make a folder and all missing parents, for the owner only. Set a damaged folder aside. Raises OSError."""
     if not path.parent.exists():
         make_folder(path.parent)
     try:
@@ -55,7 +58,7 @@ def make_folder(path: Path) -> None:
 
 
 def open_file(path: Path) -> int:
-    """Open a file, made if missing, for the owner only. A damaged file is set aside. Raises OSError."""
+    """Return a descriptor of a file, made for the owner only if missing. Set a damaged file aside. Raises OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
         return os.open(path, flags, 0o600)
@@ -66,7 +69,7 @@ def open_file(path: Path) -> int:
 
 
 def lock(path: Path, is_shared: bool = False) -> IO[bytes]:
-    """Lock a file, opened by `open_file`.
+    """Open a file by `open_file`, and lock it.
 
     Args:
         is_shared: True for a lock that several processes may hold at once.
@@ -74,7 +77,7 @@ def lock(path: Path, is_shared: bool = False) -> IO[bytes]:
     Returns: the file, locked until closed.
 
     Raises:
-        BlockingIOError: another process holds the lock, or the file belongs to another user.
+        BlockingIOError: another process holds the lock, or this user may not use the file of another user.
         OSError: the file cannot be opened.
     """
     is_ours = not path.exists() or path.stat().st_uid == os.geteuid()
@@ -90,7 +93,7 @@ def lock(path: Path, is_shared: bool = False) -> IO[bytes]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the names of a folder's files to the disk, so that they outlast a crash of the machine. Raises OSError."""
+    """Flush the names of a folder's files to the disk, so that they outlast a crash of the machine. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -106,7 +109,7 @@ def write_all(fd: int, data: memoryview, at: int) -> None:
 
 
 def erase(fd: int, start: int, nbytes: int) -> None:
-    """Erase bytes of a file by punching a hole; by zeros if the file system has no holes. Raises OSError."""
+    """Erase bytes of a file: punch a hole, or write zeros if the file system has no holes. Raises OSError."""
     if not _FALLOCATE(fd, _KEEP_SIZE | _PUNCH_HOLE, start, nbytes):
         return
     for at in range(start, start + nbytes, ERASE_BYTES):

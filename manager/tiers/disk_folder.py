@@ -1,4 +1,7 @@
-"""Folder of a server's compressed blocks, whose files docs/disk.md lists. `lock` has ids of process and parent."""
+"""Folder on disk with a server's compressed blocks. docs/disk.md lists the folder's files.
+
+The file `lock` has the id of the process that locked the folder, and of its parent process.
+"""
 
 import errno
 import fcntl
@@ -32,7 +35,7 @@ class FolderBusyError(ConfigError):
 
 
 class NoTier(RamTier):
-    """Tier without room, for a disk that cannot be used."""
+    """Tier that stores nothing, for a disk that cannot be used."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -42,9 +45,9 @@ class NoTier(RamTier):
 
 
 def check_folder(path: str, patience_s: float = 0.0) -> None:
-    """Raise ConfigError if the folder cannot be used, or if another server uses it.
+    """Raise ConfigError if a folder is missing, may not be written to by this user, or is used by another server.
 
-    patience_s: Most seconds to wait until processes of a killed server have ended.
+    patience_s: Most seconds to wait until the folder is free, because processes of a killed server may still end.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -69,7 +72,7 @@ def check_folder(path: str, patience_s: float = 0.0) -> None:
 
 
 def open_root(path: Path) -> IO[bytes] | None:
-    """Lock the folder for this process. Make it if missing.
+    """Lock the folder of `tiers.disk.path` for this process. Make a missing folder.
 
     Returns: the lock's file, locked until closed; None if no file can be made.
 
@@ -94,8 +97,9 @@ def open_rank(path: Path, name: str, shard: Shard, max_bytes: int, is_left: bool
     """Return the tier of a rank, or NoTier if the disk cannot be used.
 
     Args:
-        name: Name of the namespace.
-        shard: Number of the rank, and of all ranks.
+        path: Folder that `open_root` locks.
+        name: Name of the namespace, which is the name of a folder in `path`.
+        shard: Shard of each block that the rank stores.
         is_left: See `DiskTier`.
 
     Raises: ConfigError if another server uses the folder.
@@ -113,14 +117,16 @@ def open_rank(path: Path, name: str, shard: Shard, max_bytes: int, is_left: bool
 
 
 def counts_in(folder: Path) -> list[int]:
-    """Return the numbers of ranks of servers with blocks in the folder of a namespace."""
+    """Return each number of ranks, sorted, with which a server has stored blocks in the folder of a namespace."""
     return sorted({int(each.name.rpartition("-")[2]) for each in folder.glob("rank-*-of-*") if (each / FILE).exists()})
 
 
 def found_in(folder: Path, shard: Shard) -> dict[BlockName, list[int]]:
-    """Return the bytes that each block of a rank takes, even if another process has the rank's tier open.
+    """Return the bytes that each stored block of a rank takes, even if another process has the rank's tier open.
 
-    The list has the bytes of the block's first part, of its first two parts, and so on to all.
+    A block's list has the bytes of its first part, of its first two parts, and so on to all; see `tier.part_ends`.
+
+    folder: Folder of a namespace. shard: Shard of each block that the rank stores.
     """
     found: dict[BlockName, list[int]] = {}
     with suppress(OSError):
@@ -134,12 +140,12 @@ def found_in(folder: Path, shard: Shard) -> dict[BlockName, list[int]]:
 
 
 def remove_others(path: Path, name: str, counts: Container[int]) -> dict[str, int]:
-    """Remove Manthan's folders of other namespaces than `name`, and in this one, folders of ranks that cannot be read.
+    """Remove Manthan's folders of other namespaces than `name`, and in `name` the ranks' folders that are of no use.
 
     Args:
-        counts: Numbers of ranks of servers whose blocks can be read.
+        counts: Numbers of ranks. Blocks of servers with another number of ranks cannot be read.
 
-    Returns: Names and bytes of removed folders.
+    Returns: Bytes of each removed folder, by name relative to `path`.
     """
     removed = {}
     unread = [
@@ -157,7 +163,7 @@ def remove_others(path: Path, name: str, counts: Container[int]) -> dict[str, in
 
 
 def _is_ours(path: Path) -> bool:
-    """True if the file is not locked, or if this process, a child or a sibling has locked it."""
+    """True if the file is not locked, or if this process, a child or a sibling process has locked it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

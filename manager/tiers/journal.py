@@ -1,7 +1,7 @@
 """Journal: an engine's sessions on disk, in SQLite, for the next engine.
 
-The scheduler's thread only hands records over. A thread writes the latest record of each session. A killed process
-loses records not yet written. The next engine drops blocks without a session.
+The scheduler's thread only hands records over. Another thread writes the latest record of each session. A killed
+process loses the records not yet written. The next engine drops the stored blocks that no session of the journal has.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger("vllm.manthan.disk")
 
 JOURNAL = "sessions.sqlite"
 SCHEMA = 7  # version of the format. A journal of another version is emptied
-CLOSE_S = 5.0
+CLOSE_S = 5.0  # most seconds that `close` waits
 REST_S = 1.0  # seconds until the next try after a failed write
 TABLE = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -35,20 +35,21 @@ CREATE TABLE IF NOT EXISTS sessions (
 ) WITHOUT ROWID"""
 ID = "id"  # field of sealed facts with the session's id, because the row's id is then a digest
 ABOUT = "journal"  # first part of the name to which sealed rows are bound; see `Sealer.seal`
-FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)  # of SQLite and the disk; the last is of a damaged schema
-UNREADABLE = (msgspec.MsgspecError, KeyError, AttributeError, SealError)
+FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)  # errors of SQLite and the disk; the last: of a damaged schema
+UNREADABLE = (msgspec.MsgspecError, KeyError, AttributeError, SealError)  # errors of a damaged row
 
 
 def _below(most: int) -> msgspec.Meta:
-    """Return a check that a number is from 0 to below `most`. Damaged rows may have others."""
+    """Return a check that a number is at least 0 and below `most`. A damaged row may have any number."""
     return msgspec.Meta(ge=0, lt=most)
 
 
 class JournalBlock(NamedTuple):
-    """Saved block of a session, or of a resume point.
+    """Saved block of a session, or of a resume point: a length at which a model with windows or states can continue.
 
-    position: position in the session, among the group's blocks. exact: number of exact first tokens. mark: see
-    `manthan.manager.pool.Mark`. note: what KV events say of the block; see `KvEvents.notes`.
+    position: index of the block among the session's blocks of the same KV cache group. exact: number of the block's
+    first tokens that are stored exact. mark: see `manthan.manager.pool.Mark`. note: content of the block's KV events;
+    see `KvEvents.notes`.
     """
 
     block_hash: bytes
@@ -64,14 +65,14 @@ class JournalBlock(NamedTuple):
 
 
 class JournalPoint(NamedTuple):
-    """Blocks of further KV cache groups at a resume point, `depth` blocks into the session."""
+    """Resume point behind the session's first `depth` blocks. parts: blocks of further KV cache groups needed there."""
 
     depth: int
     parts: tuple[JournalBlock, ...]
 
 
 class SavedBlocks(NamedTuple):
-    """Saved blocks of a session, and the session's resume points."""
+    """Saved blocks and resume points of a session."""
 
     blocks: tuple[JournalBlock, ...]
     points: tuple[JournalPoint, ...] = ()
@@ -82,9 +83,10 @@ GONE = SavedBlocks(())
 
 @dataclass(frozen=True)
 class JournalSession:
-    """Session for the next process.
+    """Record of a session, for the next process.
 
-    facts: values that JSON can hold. saved: None if unchanged since the last record; no blocks to remove the session.
+    facts: the session's other facts, as values that JSON can hold. saved: None if unchanged since the session's last
+    record; GONE, without blocks, to remove the session from the journal.
     """
 
     session_id: str
@@ -95,10 +97,11 @@ class JournalSession:
 class Journal:
     """Journal in a folder.
 
-    A damaged journal is set aside, and a new one is begun. If no file can be opened, sessions end with this process.
+    A damaged journal is renamed to NAME.bad, and a new one is begun. If no file can be opened, the journal is in
+    memory, and ends with this process.
 
     Args:
-        sealer: seals rows; None to write plain rows.
+        sealer: encrypts rows; None to write plain rows.
     """
 
     def __init__(self, folder: Path, sealer: Sealer | None = None) -> None:
@@ -112,7 +115,7 @@ class Journal:
         self._thread.start()
 
     def sessions(self) -> Iterator[JournalSession]:
-        """Yield all sessions in the journal. Remove those that cannot be read."""
+        """Yield all sessions in the journal. Remove rows that cannot be read."""
         bad = []
         try:
             for row_id, facts, saved in self._db.execute("SELECT id, facts, saved FROM sessions"):
@@ -148,7 +151,7 @@ class Journal:
             self._wake.notify()
 
     def close(self) -> None:
-        """Write the rest, within CLOSE_S."""
+        """Write the records handed over before, and end the thread. Wait CLOSE_S seconds at most."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -189,7 +192,7 @@ class Journal:
         return value if self._sealer is None else self._sealer.open(value, "", ABOUT, row_id, part)
 
     def _write(self, news: Iterable[JournalSession], is_cleared: bool) -> None:
-        """Write all of the sessions or none. Raises sqlite3.Error."""
+        """Write all of the records or none. Raises sqlite3.Error."""
         with self._db:
             if is_cleared:
                 self._db.execute("DELETE FROM sessions")
@@ -207,7 +210,7 @@ class Journal:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Open a journal. A damaged journal is set aside. Without a usable file, open a journal in memory."""
+    """Open a journal. A damaged journal is renamed. Without a usable file, open a journal in memory."""
     try:
         make_folder(path.parent)
         try:
@@ -228,8 +231,8 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _connect(path: Path | None) -> sqlite3.Connection:
-    """Open the database, for the owner only, with the table; in memory without a path. Raises FAULTS."""
-    if path is not None:  # SQLite's further files get the same mode
+    """Open the database at `path`, for the owner only; in memory without a path. Make the table. Raises FAULTS."""
+    if path is not None:  # the file is made here, so that SQLite gives its -wal and -shm files the same mode
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     db = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level="IMMEDIATE")
     try:

@@ -1,9 +1,9 @@
-"""Tier of a rank whose blocks another rank of this host keeps: they are read over a Unix socket.
+"""Tier of a rank that has the same blocks as another rank of this host, the keeper. Only the keeper stores blocks.
 
-A connection serves one `read`. The reader sends a line of JSON: KV cache group, tenant, and block hashes in hexadecimal
-digits. The keeper answers each block with a line of JSON: the number of its bytes, which follow, the cause of a
-failure, or null for an absent block. The socket has an abstract name, which is no file and ends with the process. Each
-end checks that the other runs as the same user.
+Blocks are read over a Unix socket. A connection serves one `read`. The reader sends a line of JSON: KV cache group,
+tenant, and block hashes in hexadecimal digits. For each block, the keeper sends a line of JSON: the number of the
+block's bytes, which follow the line; or the cause of a failure; or null for an absent block. The socket has an abstract
+name, which is no file and ends with the process. Each end checks that the other runs as the same user.
 """
 
 import json
@@ -29,7 +29,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class PeerTier(Tier):
-    """Reads the blocks that a PeerServer offers under `name`. Only the keeper stores and drops them."""
+    """Tier that reads the blocks that a PeerServer offers under `name`. Only the keeper stores and drops blocks."""
 
     def __init__(self, name: str, timeout_s: float = TIMEOUT_S) -> None:
         self._name, self._timeout_s = name, timeout_s
@@ -60,7 +60,7 @@ class PeerTier(Tier):
         return {}
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
-        """See Tier. The keeper's own load says which blocks are absent."""
+        """Return no hash. The keeper loads the same blocks, and reports the absent blocks."""
         return []
 
     def drop(self, group: int, keys: Iterable[bytes]) -> None: ...
@@ -75,11 +75,13 @@ class PeerTier(Tier):
 
 
 class PeerServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    """Offers this process's blocks to PeerTiers, on threads. Raises OSError if another process has the name.
+    """Server that offers this process's blocks to PeerTiers, on threads of its own.
+
+    Raises OSError if another process has the name.
 
     Args:
-        read: See `Tier.read`.
-        cpus: CPUs that the threads may run on; empty for those of the caller.
+        read: Function that reads blocks; see `Tier.read`.
+        cpus: CPUs that the threads may run on; empty for the caller's CPUs.
     """
 
     daemon_threads, request_queue_size = True, BACKLOG
@@ -93,7 +95,7 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self._thread.start()
 
     def close(self) -> None:
-        """Offer no more blocks."""
+        """End the server. No more blocks are offered."""
         self.shutdown()
         self.server_close()
 

@@ -15,16 +15,16 @@ from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Tier, TierError
 
 BATCH_BYTES = 4 << 20  # approximate bytes of a batch: the blocks that one pipeline moves
-FIRST_NBYTES = 256 << 10  # bytes of a block that are assumed before the first block is seen
-AHEAD_THREADS = 2  # fetch a batch while the one before is decoded: one for restores, one for prefetches
+FIRST_NBYTES = 256 << 10  # assumed bytes of a block, until the first block is stored or read
+AHEAD_THREADS = 2  # threads that fetch the next batch while the caller decodes; for one restore and one prefetch
 
 
 class RedisTier(Tier):
-    """Tier of one shard of each block in a namespace. Redis may evict any block at any time.
+    """Tier of one shard (see `shards`) of each block in a namespace. Redis may evict any block at any time.
 
     Args:
-        ttl_s: Seconds from a session's last use until its blocks expire. `RedisSessions` renews them.
-        writes: False if another rank writes the same blocks, so that this tier only reads.
+        ttl_s: Seconds from a session's last use until its blocks expire. `RedisSessions` renews the blocks.
+        writes: False if another rank writes the same shards, so that this tier only reads.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RedisTier(Tier):
         return refused
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
-        """See Tier. While the caller uses a batch, another thread fetches the next one."""
+        """See Tier. While the caller uses a batch, another thread fetches the next batch."""
         left, done = iter(keys), 0
 
         def begin() -> Future[list[bytes | None]] | None:
@@ -94,7 +94,7 @@ class RedisTier(Tier):
         return other
 
     def of(self, shard: Shard) -> "RedisTier":
-        """Return the tier of another shard. Both have the same connections and threads."""
+        """Return a tier of another shard. It uses this tier's connections and threads."""
         other = copy(self)
         other._shard, other._nbytes = shard, {}
         return other
@@ -119,7 +119,7 @@ class RedisTier(Tier):
         return values
 
     def _ask(self, commands: Sequence[tuple[object, ...]]) -> list[Any]:
-        """Return answers in order. An error that the memory is full is an answer. Raises TierError for other errors."""
+        """Return the commands' answers, in order. A full memory's error is an answer. Other errors raise TierError."""
         with self._circuit.guard():
             answers = pipelined(self._client, commands, raise_on_error=False)
             for answer in answers:

@@ -21,9 +21,9 @@ from manthan.manager.transfer import STORE_DOWN
 Client: TypeAlias = Any  # redis.Redis: its annotations leave open what is bytes and what is str
 
 TIMEOUT_S = 2.0  # seconds to wait for a connection or an answer, unless the URL has a socket_timeout
-RETRIES = 1
+RETRIES = 1  # of a command, by redis-py
 BREAK_FIRST_S, BREAK_MOST_S = 0.25, 4.0  # see Circuit
-OLDEST_VERSION = 7
+OLDEST_VERSION = 7  # of the server
 BATCH = 512  # commands in a pipeline, at most
 
 
@@ -32,10 +32,12 @@ class RedisUnreachableError(ConfigError):
 
 
 class Circuit:
-    """Circuit breaker. After a failure no command is sent for some time, which doubles with each failure, with jitter.
+    """Circuit breaker. After a failed command, no command is sent for some time.
+
+    The time doubles from BREAK_FIRST_S to BREAK_MOST_S with each failure in a row. Up to half is cut at random.
 
     Args:
-        ring: Called, on any thread, when `is_up` changes.
+        ring: Called when `is_up` changes, on the thread whose command changed it.
     """
 
     def __init__(self, ring: Callable[[], None] = lambda: None) -> None:
@@ -51,12 +53,12 @@ class Circuit:
 
     @property
     def wait_s(self) -> float:
-        """Seconds until the next command is let through."""
+        """Seconds until the next command may be sent."""
         return max(0.0, self._until - time.monotonic()) if self._failures else 0.0
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Run commands in this context. Raises TierError for exceptions of redis-py."""
+        """Run commands in this context. Raises TierError for exceptions of redis-py, and while none may be sent."""
         if self.wait_s:
             raise TierError(f"Redis is not asked for another {self.wait_s:.1f} s: {self.last_error}", STORE_DOWN)
         try:
@@ -64,13 +66,13 @@ class Circuit:
         except OutOfMemoryError as error:
             self._note()
             raise TierError(str(error), STORE_FULL) from None
-        except (RedisError, OSError) as error:  # errors such as BUSY, LOADING and READONLY are answers, but of no use
+        except (RedisError, OSError) as error:  # also for answers such as BUSY, LOADING and READONLY
             self._note(f"{type(error).__name__}: {error}")
             raise TierError(str(error), STORE_DOWN) from None
         self._note()
 
     def _note(self, failure: str = "") -> None:
-        """Note an answer, or a failure."""
+        """Note the end of a command. failure: the error's text; empty if Redis has answered."""
         with self._lock:
             was_up = self.is_up
             self._failures = self._failures + 1 if failure else 0
@@ -87,7 +89,7 @@ def connect(config: RedisConfig, threads: int = 1) -> Client:
     """Return a client with timeouts for all commands. Nothing is sent yet. Raises ConfigError.
 
     Args:
-        threads: Number of concurrent threads. Each needs a connection, or the server would seem to hang.
+        threads: Number of threads that use the client at once. A thread without a free connection would time out.
     """
     try:
         timeout_s = float(parse_url(config.url).get("socket_timeout", TIMEOUT_S))
@@ -108,7 +110,7 @@ def connect(config: RedisConfig, threads: int = 1) -> Client:
 
 
 def check(client: Client, config: RedisConfig) -> str:
-    """Return advice to the operator, in a sentence; empty for none.
+    """Check the server's version and settings. Return advice to the operator, in a sentence; empty for none.
 
     Raises:
         RedisUnreachableError: The server does not answer.
@@ -140,7 +142,7 @@ def check(client: Client, config: RedisConfig) -> str:
 
 
 def pipelined(client: Client, commands: Sequence[tuple[Any, ...]], *, raise_on_error: bool = True) -> list[Any]:
-    """Return the answers to commands sent together, in order."""
+    """Send commands, up to BATCH together. Return the answers, in order."""
     answers: list[Any] = []
     for start in range(0, len(commands), BATCH):
         pipeline = client.pipeline(transaction=False)

@@ -1,7 +1,7 @@
 """Sessions in Redis: lookups of blocks, a Redis hash for each session, and times to live. One thread does all I/O.
 
-The scheduler's thread leaves lookups and records here and takes answers. While Redis is down, the latest record of each
-session waits, and is written when Redis is back.
+The scheduler's thread hands lookups and records over, and later takes the answers. While Redis is down, the latest
+record of each session waits, and is written when Redis is back.
 """
 
 import logging
@@ -25,29 +25,37 @@ from manthan.manager.tiers.tier import TierError
 logger = logging.getLogger("vllm.manthan.redis")
 
 Needed: TypeAlias = Callable[[int], Sequence[BlockName]]
-"""Returns the blocks of further KV cache groups needed to continue behind a number of blocks."""
-CLOSE_S = 5.0
-REST_S = 0.5
-RENEW = 1 / 16  # share of the time to live after which the blocks of a session that is in use are renewed
+"""Function that takes a number of looked-up blocks. It returns the blocks of further KV cache groups that a request
+needs to continue behind these."""
+CLOSE_S = 5.0  # most seconds that `close` waits
+REST_S = 0.5  # seconds until the next try while Redis has no free memory
+RENEW = 1 / 16  # share of the time to live after which a used session's blocks get the full time to live again
 FIRST, RUN, SWITCHES = 32, 256, 16
-"""Blocks asked for first, so that a lookup of an unknown prompt is short; blocks that are taken to be as large as the
-first of them; most changes of the number of shards in a lookup."""
+"""Blocks that a lookup asks for first, few so that a lookup of an unknown prompt is short; consecutive blocks taken to
+be as large as their middle block; most changes of the number of shards along a lookup's blocks."""
 DELETED = (DropCause.FAILED, DropCause.ABANDONED, DropCause.EXPIRED, DropCause.RELEASED)
-"""Causes for which dropped blocks are deleted, though other engines may use them; for lack of room they are not."""
-LASTING = (DropCause.EXPIRED, DropCause.RELEASED)  # causes for which blocks are deleted later if Redis is down
+"""Causes of this engine's drops for which blocks are deleted from Redis, though other engines may use the blocks.
+
+Blocks dropped for another cause, such as lack of room, stay in Redis.
+"""
+LASTING = (DropCause.EXPIRED, DropCause.RELEASED)  # causes for which a drop while Redis is down deletes blocks later
 
 
 class StoredPoint(NamedTuple):
-    """Complete resume point: number of looked up blocks before it, and bytes of each block of further groups there."""
+    """Resume point, a length at which a request can continue, whose blocks are all in Redis.
+
+    blocks: number of looked-up blocks before the point. sizes: bytes of each block of further KV cache groups there.
+    """
 
     blocks: int
     sizes: Sequence[int]
 
 
 class LookupResult(NamedTuple):
-    """Answer to a lookup: bytes of the blocks up to the first absent one, and the deepest resume point among them.
+    """Answer to a lookup.
 
-    sampled: `redis_schema.sample` of the session's blocks, as the last engine that served it has written it.
+    sizes: bytes of each block up to the first absent block. point: the deepest resume point among these; None without
+    one. sampled: `redis_schema.sample` of the session's blocks, as the last engine that served the session wrote it.
     """
 
     sizes: Sequence[int] = ()
@@ -56,10 +64,10 @@ class LookupResult(NamedTuple):
 
 
 class SessionRecord(NamedTuple):
-    """Session as of now.
+    """Record of a session as of now.
 
-    fields: of the Redis hash; None for a forgotten session. used: Unix time of the last use. blocks: group, block hash
-    and position of each saved block.
+    fields: fields of the Redis hash; None for a forgotten session. used: Unix time of the last use. blocks: KV cache
+    group, block hash and depth, the number of earlier blocks, of each saved block.
     """
 
     session_id: str
@@ -69,14 +77,14 @@ class SessionRecord(NamedTuple):
 
 
 class RedisSessions:
-    """This engine's sessions in Redis. No call waits.
+    """This engine's sessions in Redis. No call but `close` waits for Redis.
 
     Args:
-        counts: numbers of shards that a block may have: this engine's first, then others that it can read.
+        counts: numbers of shards that a block may have: first this engine's, then each other that it can read.
         ttl_s: seconds from a session's last use until its blocks expire.
-        facts: fields of all Redis hashes. `engine` names the engine that wrote the hash.
-        answered: called on this object's thread when an answer is ready.
-        sealer: turns sessions' ids into digests if blocks are sealed.
+        facts: fields that each Redis hash of a session gets. `engine` names the engine that wrote the hash.
+        answered: called on this object's thread when answers are ready.
+        sealer: turns sessions' ids into digests; None if blocks are not sealed.
     """
 
     def __init__(
@@ -92,7 +100,7 @@ class RedisSessions:
     ) -> None:
         self._client, self._circuit, self._ttl_s = client, circuit, ttl_s
         self._counts = {count: [Shard(at, count) for at in range(count)] for count in counts}
-        self._renews = {counts[0]}  # numbers of shards of blocks stored or found here, which are renewed
+        self._renews = {counts[0]}  # numbers of shards with which blocks were stored or found
         self._base = self._namespace = namespace
         self._facts, self._answered, self._sealer = facts, answered, sealer
         self._wake = threading.Condition()
@@ -100,7 +108,7 @@ class RedisSessions:
         self._answers: dict[str, LookupResult] = {}
         self._records: dict[str, SessionRecord] = {}
         self._deletes: dict[BlockName, None] = {}
-        self._renewed: dict[str, tuple[int, float]] = {}  # by session, how many blocks, and when
+        self._renewed: dict[str, tuple[int, float]] = {}  # by session id, `blocks` and `used` when last renewed
         self._was_up, self._closing = True, False
         self._thread = threading.Thread(target=self._run, name="manthan-redis", daemon=True)
 
@@ -112,9 +120,9 @@ class RedisSessions:
     def look_up(
         self, request_id: str, session_id: str, group: int, hashes: Sequence[bytes], needed: Needed | None = None
     ) -> bool:
-        """Ask which of the blocks `hashes` exist in Redis. Return False if no answer will come.
+        """Ask which of the blocks `hashes` exist in Redis; see `take`. Return False if no answer will come.
 
-        needed: called on this object's thread; None for a model with a single KV cache group.
+        needed: see `Needed`. It is called on this object's thread. None for a model without resume points.
         """
         if not self._circuit.is_up:
             return False
@@ -138,7 +146,7 @@ class RedisSessions:
                 self._wake.notify()
 
     def reset(self) -> str:
-        """Begin a new namespace, because KV may be of different weights from now on. Return its name."""
+        """Begin a new namespace, because the weights may be different from now on. Return the namespace's name."""
         with self._wake:
             self._namespace = Namespace(self._base.prefix, f"{self._base.name}-{secrets.token_hex(4)}")
             self._answers = dict.fromkeys([*self._answers, *self._lookups], LookupResult())
@@ -146,7 +154,7 @@ class RedisSessions:
             return self._namespace.name
 
     def take(self) -> dict[str, LookupResult]:
-        """Return the answers since the last call, by request id."""
+        """Return the answers to lookups since the last call, by request id."""
         with self._wake:
             taken, self._answers = self._answers, {}
             return taken
@@ -160,7 +168,7 @@ class RedisSessions:
         return self._circuit.is_up
 
     def close(self) -> None:
-        """Write the rest, if Redis answers within CLOSE_S."""
+        """Write the waiting records and deletions, if Redis answers within CLOSE_S seconds."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -216,9 +224,9 @@ class RedisSessions:
         return LookupResult()
 
     def _found(self, namespace: Namespace, group: int, hashes: Sequence[bytes]) -> list[int]:
-        """Return the bytes, of all shards, of each block up to the first absent one.
+        """Return the bytes, of all shards together, of each block up to the first absent block.
 
-        A block that is absent in this engine's number of shards is searched for in the other numbers.
+        A block that is not stored in this engine's number of shards is searched for in the other numbers.
         """
         sizes = list[int]()
         for _ in range(SWITCHES):
@@ -233,8 +241,9 @@ class RedisSessions:
     def _stored(self, namespace: Namespace, group: int, hashes: Sequence[bytes], count: int) -> list[int]:
         """Return the bytes of each block up to the first that is not stored in `count` shards.
 
-        Blocks are counted in runs. Runs double until a run has a hole, and are then halved. The blocks of RUN are about
-        as large as the one in the middle. The first may be larger, because a session's first tokens are exact.
+        One command asks for a run of blocks. The run's length doubles until a block is absent, and is then halved. Of
+        each RUN blocks, only the middle block is measured. The very first block is measured, too, because it may be
+        larger: a session's first tokens are exact.
         """
         names = [[namespace.block(group, each, shard) for shard in self._counts[count]] for each in hashes]
         good, run, grows = 0, FIRST, True
@@ -253,7 +262,7 @@ class RedisSessions:
         return sizes[:1] + [sizes[1 + at // RUN] for at in range(1, good)]
 
     def _point(self, namespace: Namespace, count: int, needed: Needed) -> StoredPoint | None:
-        """Return the deepest complete resume point at most `count` blocks deep; mostly it is the first one tried."""
+        """Return the deepest complete resume point behind at most `count` blocks. It is mostly the first one tried."""
         tried = 1
         while count > 0:
             some = {at: needed(at) for at in range(count, max(0, count - tried), -1)}
@@ -266,7 +275,7 @@ class RedisSessions:
         return None
 
     def _sizes(self, namespace: Namespace, blocks: Sequence[BlockName]) -> list[int]:
-        """Return the bytes of each block, of all shards; 0 if it is absent."""
+        """Return the bytes of each block, all shards together; 0 for an absent block."""
         sizes = dict.fromkeys(blocks, 0)
         for count, shards in self._counts.items():
             left = [block for block, nbytes in sizes.items() if not nbytes]
@@ -279,7 +288,7 @@ class RedisSessions:
         return list(sizes.values())
 
     def _try(self, namespace: Namespace) -> None:
-        """Write what is waiting, or ask Redis if it is back."""
+        """Write the waiting records and deletions. If none waits and Redis was down, ask if it is back."""
         if self._circuit.wait_s:
             return
         try:
@@ -308,7 +317,10 @@ class RedisSessions:
         return namespace.session(self._sealer.name(session_id) if self._sealer is not None else session_id)
 
     def _save(self, namespace: Namespace, record: SessionRecord) -> None:
-        """Write a session's Redis hash. Renew its blocks' times to live if there are new blocks, or after RENEW."""
+        """Write a session's Redis hash, or delete a forgotten session's hash if this engine wrote the hash last.
+
+        Renew the blocks' times to live if the number of blocks has changed, or after RENEW of the time to live.
+        """
         session_id = record.session_id
         name = self._name(namespace, session_id)
         if record.fields is None:

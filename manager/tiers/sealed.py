@@ -1,11 +1,12 @@
 """Encryption of compressed blocks and journals in storage ("sealing"), with AES-256-GCM; see docs/security.md.
 
-The key file has a key on each line, 32 random bytes in base64. The first key seals. The others are old keys, with which
-values are still opened. Tenants' keys are derived from these. A sealed value is, little-endian:
+The key file has a key on each line, 32 random bytes in base64. The first key seals (encrypts). The others are old keys,
+with which values can still be opened (decrypted). Each tenant's keys, and a mark that tells the key, are derived from
+the file's keys. A sealed value is, little-endian:
 
     magic "MNS" · version u8 · mark of the key, 8 bytes · salt, 16 bytes · nonce, 12 bytes · ciphertext, with tag
 
-A value is bound to the namespace, to the name there and to the tenant, and opens only under all three.
+A value is bound to a namespace, to a name in the namespace, and to a tenant. It opens only under all three.
 """
 
 import base64
@@ -41,7 +42,7 @@ class SealError(Exception):
 
 @lru_cache(maxsize=1024)
 def derived(key: bytes, purpose: str, tenant: str = "", salt: bytes | None = None, nbytes: int = KEY_NBYTES) -> bytes:
-    """Derive a key of a purpose and a tenant (HKDF-SHA256)."""
+    """Return a key for a purpose and a tenant, derived from `key` (HKDF-SHA256)."""
     return HKDF(hashes.SHA256(), nbytes, salt, f"manthan {purpose}\0{tenant}".encode()).derive(key)
 
 
@@ -69,9 +70,10 @@ def keys_of(config: SealingConfig) -> tuple[bytes, ...]:
 
 
 class Sealer:
-    """Seals and opens the values of a namespace, `place`. keys: see `keys_of`.
+    """Seals and opens the values of a namespace. place: name of the namespace. keys: see `keys_of`.
 
-    Each sealer draws a salt of its own, so that the bound on random nonces (2^32 values a key) holds for each process.
+    With random nonces a key may seal 2^32 values. Each sealer has a random salt, and so keys of its own, so that
+    processes do not share the bound.
     """
 
     def __init__(self, keys: Sequence[bytes], place: str) -> None:
@@ -79,11 +81,11 @@ class Sealer:
         self._by_mark = {derived(key, "mark of a key", nbytes=8): key for key in keys}
 
     def name(self, text: str) -> str:
-        """Return a keyed digest of a session's id. It changes only if the last key of the file does."""
+        """Return a keyed digest of a session's id. The digest changes only if the last key of the file does."""
         return hmac.digest(derived(self.keys[-1], "names"), text.encode("utf-8", "surrogatepass"), "sha256")[:16].hex()
 
     def seal(self, data: Buffer | bytes, tenant: str, *about: bytes | str | int) -> bytes:
-        """Return data of a tenant, sealed. about: parts of the name under which alone it can be opened."""
+        """Return data of a tenant, sealed. about: parts of the value's name; `open` needs the same parts."""
         mark, nonce = derived(self.keys[0], "mark of a key", nbytes=8), secrets.token_bytes(12)
         head = _HEADER.pack(MAGIC, VERSION, mark, self._salt, nonce)
         view = data if isinstance(data, bytes) else data.data
@@ -107,15 +109,15 @@ class Sealer:
         return AESGCM(derived(self._by_mark[mark], "sealed values", tenant, salt))
 
     def _bound(self, head: bytes, about: Iterable[bytes | str | int]) -> bytes:
-        """Return the bytes authenticated with the data, different for each list of parts."""
+        """Return the bytes that AES-GCM authenticates with the data. They differ for each list of parts."""
         parts = [str(part).encode() if isinstance(part, str | int) else part for part in (self.place, *about)]
         return head + b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 
 class SealedTier(Tier):
-    """Tier whose blocks are sealed as a whole, so that they cannot be cut. `read` yields a cause if one does not open.
+    """Tier that seals each block as a whole, and so cannot cut blocks. `read` yields a cause if a block does not open.
 
-    shard: Shard of the blocks, which is part of the name to which they are bound.
+    shard: Shard that the tier stores, which is part of the name to which a block is bound.
     """
 
     def __init__(self, inner: Tier, sealer: Sealer, shard: Shard) -> None:

@@ -1,4 +1,4 @@
-"""Blocks of engines with different numbers of ranks. A rank stores a shard of each block: some of the block's heads."""
+"""Blocks of engines with different numbers of ranks. Each rank stores a shard of each block: some of its KV heads."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from manthan.manager.tiers.tier import Buffer, Found, Tier
 
 
 class Shard(NamedTuple):
-    """Shard number `at`, from 0, of the `of` shards of a block."""
+    """Shard with index `at`, from 0, of a block that is stored in `of` shards."""
 
     at: int
     of: int
@@ -19,14 +19,14 @@ class Shard(NamedTuple):
 
 
 class ShardedTier(Tier):
-    """Tier of a rank that also reads blocks of engines with different numbers of ranks.
+    """Tier of a rank that also reads blocks stored by engines with a different number of ranks.
 
-    Such a block is read as its shards with heads of this rank, one behind the other.
+    Of such a block, `read` yields the bytes of all shards that have KV heads of this rank, one shard behind the other.
 
     Args:
         own: Tier of this rank's shards. All writes go there.
-        others: For each further number of ranks, the tiers of the shards with heads of this rank, in order.
-        copies: Tiers that are never read, but lose dropped blocks, too.
+        others: For each other number of ranks, the tiers of the shards with KV heads of this rank, in order of heads.
+        copies: Tiers of which dropped blocks are dropped, too, but which are never read.
     """
 
     def __init__(self, own: Tier, others: Iterable[Sequence[Tier]], copies: Sequence[Tier] = ()) -> None:
@@ -37,7 +37,7 @@ class ShardedTier(Tier):
         return self.own.put_all(group, blocks, tenant)
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
-        """See Tier. Tries the engine of the block before first, because consecutive blocks mostly come from one."""
+        """See Tier. First tries the source of the previous block, because one engine mostly stored both blocks."""
         at, source = 0, self._sources[0]
         while at < len(keys):
             start = at
@@ -71,7 +71,7 @@ class ShardedTier(Tier):
         self.own.trim(group, keys, parts)
 
     def cleared(self, place: str) -> Tier:
-        """See Tier. The new tier reads `own` only, because engines with other numbers of ranks never write there."""
+        """See Tier. The new tier reads only `own`, because no other engine writes into the new namespace."""
         own, *others = [tier.cleared(place) for tier in self._all]
         return ShardedTier(own, [], others)
 
@@ -88,7 +88,7 @@ class ShardedTier(Tier):
 
 
 def _joined(tiers: Sequence[Tier], group: int, keys: Sequence[bytes], tenant: str) -> Iterator[Found]:
-    """Yield each block's joined shards; None if one is absent, or the cause if one cannot be read."""
+    """Yield each block's joined shards; None if any shard is absent; else a cause if any shard cannot be read."""
     for shards in zip(*(tier.read(group, keys, tenant) for tier in tiers), strict=True):
         bufs = [shard for shard in shards if isinstance(shard, np.ndarray)]
         if len(bufs) == len(shards):

@@ -1,4 +1,4 @@
-"""Two tiers as one: a fast tier with some blocks in front of a tier with all blocks."""
+"""Two tiers used as one: a fast tier with some of the blocks, in front of a slower tier with all blocks."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -9,10 +9,10 @@ from manthan.manager.tiers.tier import Buffer, Found, Tier
 
 
 class StackedTier(Tier):
-    """Writes each block to both tiers, and reads it from the front tier if it was stored or read recently.
+    """Tier that writes each block to both tiers. The front tier keeps the blocks stored or read last.
 
     Args:
-        front: RAM, or a disk, with a budget of its own. The least recently used block makes room.
+        front: RAM, or a disk, with a budget of its own. Its least recently used blocks make room for new blocks.
         behind: The tier with all blocks, or another stack.
     """
 
@@ -38,7 +38,7 @@ class StackedTier(Tier):
         self.front.touch(group, keys)
 
     def _in_front(self, group: int, keys: Sequence[bytes], tenant: str) -> Iterator[Found]:
-        """Yield blocks from the front tier; from behind if they were dropped there meanwhile, or cannot be read."""
+        """Yield blocks from the front tier; from the tier behind if the front has dropped one, or cannot read it."""
         for key, buf in zip(keys, self.front.read(group, keys, tenant), strict=True):
             yield buf if isinstance(buf, np.ndarray) else next(self.behind.read(group, [key], tenant))
 
@@ -64,11 +64,11 @@ class StackedTier(Tier):
         self.behind.close()
 
     def room(self, nbytes: int) -> int:
-        """See Tier. The budget is that of the tier behind."""
+        """See Tier. The budget is the budget of the tier behind."""
         return self.behind.room(nbytes)
 
     def _keep(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str) -> None:
-        """Put those blocks into the front tier that fit."""
+        """Put the blocks that fit into the front tier."""
         for key, buf in blocks.items():
             self.front.drop(group, [key])
             if self.front.make_room(self.front.room(buf.nbytes)):
