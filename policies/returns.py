@@ -14,7 +14,9 @@ from manthan.policies.return_model import AGES, ReturnModel
 class ReturnsOptions(PolicyOptions):
     """Options of the model."""
 
-    window: int = Field(default=4096, ge=64, le=1 << 20, description="a number of requests to learn from, from 64 to 1048576")
+    window: int = Field(
+        default=4096, ge=64, le=1 << 20, description="a number of requests to learn from, from 64 to 1048576"
+    )
     refit_every: int = Field(
         default=64, ge=1, description="the least number of requests between two estimates, 1 or more"
     )
