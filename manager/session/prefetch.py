@@ -103,7 +103,7 @@ class Prefetcher:
         """Return the cold sessions among the first LOOKED_AT of `to_load`. Remove sessions of no use from `to_load`.
 
         A session that is not cold yet stays in `to_load`, because it may go cold before its request. If there are more
-        than LOOKED_AT sessions, it moves to the end.
+        than LOOKED_AT sessions, those that stay move to the end.
         """
         table = self._manager.table
         for session_id in self.expected.pop_until(now):
@@ -117,12 +117,13 @@ class Prefetcher:
             session = table.by_id.get(session_id)
             if session is None or late < now or session.uses > uses:
                 del self.to_load[session_id]
-            elif session.is_cold and self._is_whole(session):
-                if self._size(session) <= self._pool.size - self._spare:
-                    awaited.append(session)
-                else:  # it will never fit
+                continue
+            if session.is_cold and self._is_whole(session):
+                if self._size(session) > self._pool.size - self._spare:  # it will never fit
                     del self.to_load[session_id]
-            elif are_more:
+                    continue
+                awaited.append(session)
+            if are_more:
                 self.to_load.move_to_end(session_id)
         return awaited
 

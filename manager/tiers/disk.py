@@ -146,6 +146,7 @@ class DiskTier(ArenaTier):
                 except TimeoutError:
                     self._stuck = ahead[0]
                     self._complain("blocks are not read: the disk does not answer")
+                    left_s = 0.0
                     continue
                 left_s -= time.monotonic() - began
                 ahead.popleft()

@@ -9,7 +9,7 @@ from talks import GROUP, Talks, names
 
 from manthan.manager.events import BlocksDropped, DropCause, PrefetchHit, Restored
 from manthan.manager.session.blocks import GroupShape, MemoryShape
-from manthan.manager.session.prefetch import RETRY_S
+from manthan.manager.session.prefetch import LOOKED_AT, RETRY_S
 from manthan.manager.transfer import STORE_DOWN
 
 LEAD_S = 2.0
@@ -121,6 +121,21 @@ def test_room_that_a_waiting_request_needs_is_left_to_it() -> None:
     talks.now += RETRY_S
     assert talks.taken() == [names("a b c d e f g h")]
     assert talks.driver.prefetcher.look_at == inf
+
+
+def test_many_sessions_without_room_hide_no_small_one() -> None:
+    talks = Prefetching(blocks=12, capacity=1000)
+    large = [f"large {n}" for n in range(LOOKED_AT)]
+    for n, who in enumerate(large):
+        talks.go_cold(" ".join(f"{n}-{word}" for word in "abcdefgh"), who)
+    talks.go_cold("s", "small")
+    request = talks.ask("p q r s t")
+    for wanted in (tuple(large), ("small",)):
+        talks.talk("x", "X", prefetch=wanted)
+    assert talks.taken() == []
+    talks.now += RETRY_S
+    assert talks.taken() == [names("s")]
+    talks.finish(request, "")
 
 
 @pytest.mark.parametrize("is_lossless", [False, True])
