@@ -59,7 +59,7 @@ class Telemetry:
             manager.events.subscribe(histories)
 
     def count(self, name: str, by: int = 1, label: str = "") -> None:
-        """Add to a counter of METRICS, and to the total of the same name if any. label: value of the counter's label."""
+        """Add to a counter of METRICS, and to the total of the same name, if any. label: the counter's label value."""
         self._counters[name][label] += by
         if name in self.totals:
             self.totals[name] += by
