@@ -186,7 +186,7 @@ class CudaEngine(Engine):
         self._written: deque[tuple[Encoding, Mapping[int, Stored], Mapping[int, Sequence[int]], Mapping[int, str]]] = (
             deque()
         )
-        """Encodings written to the secondary tier, with good blocks, bytes in the tier and causes by index in the job."""
+        """Encodings written to the secondary tier, with good blocks, bytes there and causes by index in the job."""
         self._loadings: list[Loading] = []
         self._primary: Primary | None = None
         """Tier on the host; None without a secondary tier."""
