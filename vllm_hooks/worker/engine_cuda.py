@@ -53,9 +53,9 @@ logger = init_logger("vllm.manthan.worker")
 LOAD_CHUNK = 4096
 """Most blocks of a load begun at once: the GPU handles them while more are prepared."""
 ERASE_BYTES = 1 << 20
-"""Bytes erased by a copy of zeros."""
+"""Most bytes that one copy of zeros erases."""
 PAUSE_S = 1e-3
-"""Sleep of vLLM's engine core after a step without compute."""
+"""Seconds that vLLM's engine core sleeps after a step without compute. `_pause` waits no longer."""
 
 
 @dataclass(eq=False)
@@ -374,9 +374,9 @@ class CudaEngine(Engine):
         return encodings, demotions
 
     def _make_room(self, demotions: Sequence[Demotion]) -> None:
-        """Queue demotions (copies from GPU memory to RAM) and the erasure of freed bytes on the stream of stores.
+        """Queue demotions, copies from GPU memory to RAM, on the stream of stores, which then waits for the erasure.
 
-        Both wait for all streams' work, because earlier work may still read a dropped or demoted block.
+        Demotions wait for all streams' work, because earlier work may still read a dropped or demoted block.
         """
         stream = self._stores.stream
         stream.wait_event(self._model())
@@ -615,7 +615,7 @@ class CudaEngine(Engine):
             chunk.done = stream.record_event()
 
     def _pause(self) -> None:
-        """Wait a moment for checks on the device if the model computes nothing.
+        """Wait a moment for the checks of blocks in GPU memory if the step has no compute.
 
         Otherwise vLLM would sleep longer before the next poll.
         """

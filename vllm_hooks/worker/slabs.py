@@ -169,8 +169,8 @@ class Slab:
     def run(self, group: int, keys: Sequence[bytes], in_place: bool) -> Run | None:
         """Return the run of the first block: the next blocks too, while present, of equal codec and exact count.
 
-        Return None if the first block is absent. in_place: True to read blocks in the tier if possible. The run then has
-        either only blocks with one extent, read in place, or only blocks with several.
+        Return None if the first block is absent. in_place: True to read blocks in the tier if possible. The run then
+        has either only blocks with one extent, read in place, or only blocks with several.
         """
         columns = list(map(self._columns.get, zip(repeat(group), keys)))
         there = np.array(columns[: columns.index(None)] if None in columns else columns, np.int64)
@@ -299,7 +299,7 @@ class Slabs:
         """Return the run of the first of these blocks; None if the first is in no tier."""
         for tier in self.all:
             if (run := tier.run(group, keys, tier is self.device)) is not None:
-                if len(self.all) > 1:  # a single tier demotes no block, so that the order of use does not matter
+                if len(self.all) > 1:  # a single tier demotes no block, and `Primary` notes uses itself
                     tier.used(group, reversed(keys[: len(run.starts)]))  # a session's last blocks move down first
                 return run
         return None
