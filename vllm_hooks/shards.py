@@ -1,4 +1,8 @@
-"""Shards of a block on an engine's ranks: a rank has some heads of its stage's layers, or the same as another rank."""
+"""Shards of a block: the parts of a KV block that the ranks of an engine have.
+
+A shard is some or all KV heads of the layers of the rank's pipeline stage; with context parallelism, some tokens of
+these layers. Several ranks of a stage may have the same shard.
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,14 +19,15 @@ if TYPE_CHECKING:
 
 
 MOST_PARTS = 16
-"""Most parts of other engines' blocks that are looked for."""
+"""Most ranks in a stage of another engine whose blocks this engine looks for."""
 
 
 class Sharding(NamedTuple):
     """Division of blocks among an engine's ranks: `ranks` in each of `stages` pipeline stages.
 
-    parts: number of different shards in a stage; consecutive ranks have the same. heads: number of KV heads of the
-    model; 1 if all ranks of a stage have the same; 0 if only engines with as many ranks can read the blocks.
+    parts: number of different shards in a stage; each is on `copies` consecutive ranks. heads: number of the model's KV
+    heads; 1 if all ranks of a stage have the same shard; 0 if only engines with the same number of ranks can read the
+    blocks.
     """
 
     stages: int = 1
@@ -48,9 +53,10 @@ class Sharding(NamedTuple):
         return cls(stages, ranks, parts if is_cut else tensor // groups.replicas, total if is_cut else 0)
 
     def kept(self, vllm_config: "VllmConfig") -> "Sharding":
-        """Return the division of blocks in a rank's own tiers, which of ranks with the same shard the first keeps.
+        """Return the division for the tiers in which ranks store blocks.
 
-        Each rank keeps its own in GPU memory, in front of Redis, and if the ranks may be on several hosts.
+        On one host, with tiers of kind host or disk, the first of the ranks with the same shard stores the shard for
+        all of them. Else every rank stores its own shard, so that `parts` is the number of ranks.
         """
         parallel, kind = vllm_config.parallel_config, from_vllm_config(vllm_config).tiers.kind
         is_one_host = parallel.distributed_executor_backend == "mp" and parallel.nnodes_within_dp == 1
@@ -63,34 +69,35 @@ class Sharding(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """Number of shards of all stages."""
+        """Number of different shards in all stages together."""
         return self.stages * self.parts
 
     def shard(self, rank: int) -> Shard:
-        """Return a rank's shard, of those of all stages."""
+        """Return a rank's shard, numbered among the shards of all stages."""
         stage, within = divmod(rank, self.ranks)
         return Shard(stage * self.parts + within // self.copies, self.shards)
 
     def is_first(self, rank: int) -> bool:
-        """True if no rank before this one has the same shard."""
+        """True if no lower rank has the same shard."""
         return rank % self.ranks % self.copies == 0
 
     def first_head(self, rank: int) -> int:
+        """Return the number, among the model's KV heads, of a rank's first head."""
         return rank % self.ranks // self.copies * (self.heads // self.parts)
 
     def with_ranks(self, ranks: int) -> "Sharding":
-        """Return the division among another number of ranks in a stage."""
+        """Return the division among `ranks` ranks in each stage."""
         return self._replace(ranks=ranks, parts=min(ranks, self.heads))
 
     def sources(self, rank: int, other: "Sharding") -> list[int]:
-        """Return the ranks of another engine that together have all heads of this engine's `rank`."""
+        """Return the ranks of an engine with division `other` that together have all heads of this engine's `rank`."""
         heads, width = self.heads // self.parts, self.heads // other.parts
         first, stage = self.first_head(rank), rank // self.ranks
         needed = range(first // width, (first + heads - 1) // width + 1)
         return [stage * other.ranks + part * other.copies for part in needed]
 
     def others(self) -> list["Sharding"]:
-        """Return other divisions whose blocks this engine can read, each with as many ranks in a stage as shards."""
+        """Return the other divisions whose blocks this engine can read, each with one rank for every shard."""
         some = range(1, min(self.heads, MOST_PARTS) + 1)
         return [self.with_ranks(count) for count in some if self.heads % count == 0 and count != self.parts]
 
@@ -99,7 +106,7 @@ ONE_RANK = Sharding()
 
 
 def _kv_heads(vllm_config: "VllmConfig") -> int:
-    """Number of KV heads of each layer, a draft's included; 0 if the models' configurations disagree."""
+    """Number of KV heads of each layer, of the model and its draft; 0 if their configurations name several numbers."""
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     models: list[Any] = [model, *([speculative.draft_model_config] if speculative and has_draft(vllm_config) else ())]
     total = int(model.get_total_num_kv_heads())
@@ -108,7 +115,7 @@ def _kv_heads(vllm_config: "VllmConfig") -> int:
 
 
 def _said(config: object) -> Iterator[object]:
-    """Yield the numbers of KV heads in a model's configuration, at any depth."""
+    """Yield every number of KV heads in a model's configuration, at any depth."""
     for key, value in config.items() if isinstance(config, dict) else ():
         is_number = "head" in str(key) and ("kv" in str(key) or "key_value" in str(key))
         yield from [value] if is_number and value is not None else _said(value)
@@ -119,7 +126,8 @@ def _said(config: object) -> Iterator[object]:
 def reads_others(vllm_config: "VllmConfig", sharding: Sharding) -> bool:
     """True if this engine reads blocks of engines with other numbers of ranks.
 
-    It does not on a GPU, whose kernels decode only whole blocks of a rank, nor with a profile, which fits one number.
+    False on a GPU, because kernels decode only whole blocks of a rank. False for a codec with a profile of the model,
+    because a profile is cut for one number of ranks.
     """
     codec = from_vllm_config(vllm_config).codec
     return sharding.heads > 0 and not is_on_gpu(vllm_config) and not needs_profile(codec.name)

@@ -1,4 +1,4 @@
-"""Supported models and settings. All others stop the server at start with one sentence."""
+"""Models and settings of vLLM that Manthan supports. Any other stops the server at start, with a one-sentence error."""
 
 import re
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -16,20 +16,20 @@ VLLM = ">=0.32,<0.34"
 """Releases of vLLM whose private parts Manthan knows; see docs/compatibility.md."""
 RELEASES = ("0.32", "0.33")
 DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")
-"""Methods of --speculative-config with a draft whose KV is stored with the model's."""
+"""Methods of --speculative-config with a draft whose KV Manthan stores together with the model's KV."""
 NOT_BESIDE = {CONNECTOR, "DecodeBenchConnector", "HiSparseConnector", SEVERAL}
-"""Connectors refused together with Manthan: a second Manthan, a MultiConnector inside of one, and two others.
+"""Connectors refused together with Manthan: a second Manthan, a MultiConnector inside a MultiConnector, and two more.
 
-DecodeBenchConnector makes KV up, and HiSparseConnector keeps KV outside of vLLM's blocks.
+DecodeBenchConnector fills the cache with made-up KV, and HiSparseConnector keeps KV outside of vLLM's blocks.
 """
 PLAIN = ("auto", "bfloat16", "float16", "float32")
 """Values of --kv-cache-dtype for caches that are not quantized."""
 E4M3 = "fp8_e4m3"
 FP8 = {"fp8": Dtype.FLOAT8_E4M3, E4M3: Dtype.FLOAT8_E4M3, "fp8_e5m2": Dtype.FLOAT8_E5M2}
-"""Dtypes with one byte a number, by --kv-cache-dtype. Codecs ignore a layer's scale, because it never changes while the
+"""Dtypes of one byte, by --kv-cache-dtype. Codecs ignore a layer's scale, because the scale never changes while the
 engine runs."""
 DS_MLA = "fp8_ds_mla"
-"""--kv-cache-dtype of latents in fp8 with scales of their own."""
+"""--kv-cache-dtype of latents (MLA) in fp8, for which the cache has scales of each token."""
 
 
 class UnsupportedError(ConfigError):
@@ -109,7 +109,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
 
 
 def check_version(version: str) -> None:
-    """Raise UnsupportedError for another release of vLLM. A build whose version is no number is accepted."""
+    """Raise UnsupportedError for a release of vLLM that is not in RELEASES. A version without a number is accepted."""
     release = re.match(r"\d+\.\d+", version)
     if release and release[0] not in RELEASES:
         raise UnsupportedError(
@@ -119,7 +119,7 @@ def check_version(version: str) -> None:
 
 
 def hash_refusal(store: TiersConfig, algorithm: str, tenants: TenantsConfig) -> str:
-    """Return why this --prefix-caching-hash-algo is refused for the store or the tenants; empty if it is not."""
+    """Return why --prefix-caching-hash-algo `algorithm` is refused for these tiers and tenants; empty if accepted."""
     is_apart = tenants.isolate and bool(tenants.header or tenants.shares)
     if not (store.is_lasting or is_apart) or "xxhash" not in algorithm:
         return ""
@@ -131,7 +131,10 @@ def hash_refusal(store: TiersConfig, algorithm: str, tenants: TenantsConfig) -> 
 
 
 class Latents(NamedTuple):
-    """Sizes of a token's latent in a layer (MLA), and of the part of the key with RoPE; 0 for keys and values."""
+    """Count of a token's numbers in one layer of a model with latents (MLA); 0 for a model with keys and values.
+
+    numbers: of the latent. turned: of the part of the key that RoPE turns.
+    """
 
     numbers: int = 0
     turned: int = 0
@@ -144,7 +147,7 @@ class Latents(NamedTuple):
 
 
 def has_draft(vllm_config: "VllmConfig") -> bool:
-    """True if the draft of speculative decoding has layers in the KV cache."""
+    """True if speculative decoding has a draft with layers in the KV cache."""
     speculative = vllm_config.speculative_config
     return speculative is not None and bool(speculative.uses_draft_kv_cache())
 
@@ -156,6 +159,6 @@ def blocks_computed_again(vllm_config: "VllmConfig") -> int:
 
 
 def is_packed(cache: "CacheConfig") -> bool:
-    """True if blocks are stored as bytes: only vLLM's kernels can read them, or layers have different dtypes."""
+    """True if blocks are stored as opaque bytes, because no codec knows the dtype, or layers have different dtypes."""
     is_unknown = cache.cache_dtype not in (*FP8, DS_MLA) or bool(cache.kv_cache_dtype_skip_layers)
     return cache.cache_dtype not in PLAIN and is_unknown

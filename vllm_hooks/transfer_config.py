@@ -1,4 +1,4 @@
-"""Manthan's configuration inside vLLM's `kv_transfer_config`: how it gets there, and how it is read."""
+"""Manthan's configuration inside vLLM's `kv_transfer_config`: functions that write and read the configuration."""
 
 import dataclasses
 import math
@@ -17,13 +17,13 @@ CONNECTOR = "ManthanConnector"
 CONNECTOR_MODULE = "manthan.vllm_hooks.connector"
 EXTRA_KEY = "manthan"
 ABORTS_KEY = "manthan_aborts_at_shutdown"
-"""Key of True if vLLM is to abort requests at once after SIGTERM, though Manthan has set its shutdown_timeout."""
+"""Key of `settings`. True if requests are aborted at once after SIGTERM, though Manthan has set shutdown_timeout."""
 END_S = 5
-"""Seconds that vLLM's engine gets to end, besides the seconds to save sessions."""
+"""Seconds that vLLM's engine gets to end, in addition to `tiers.drain_s` for saving sessions."""
 SOURCES_KEY = "manthan_sources"
-"""Key of the sources of values; see `Resolved`."""
+"""Key of `settings` for the sources of Manthan's values; see `resolve.Resolved`."""
 SEVERAL = "MultiConnector"
-"""vLLM's connector that combines several, which its settings have under the key ENTRIES."""
+"""vLLM's connector that combines several connectors. Their settings are under the key ENTRIES of its own."""
 ENTRIES = "connectors"
 
 
@@ -55,10 +55,11 @@ def kv_transfer_config(
 
 
 def together(other: "KVTransferConfig | None", own: "KVTransferConfig") -> "KVTransferConfig":
-    """Return `other` with Manthan added as the last connector. An entry of Manthan in `other` is replaced.
+    """Return `other` with Manthan added as the last connector; `own` if `other` is None or Manthan's.
 
-    A request's KV comes from the first connector that has some. Manthan is last, because the others get KV from an
-    engine that has computed the whole prompt.
+    An entry of Manthan in `other` is replaced, and keeps its position. A request's KV comes from the first connector
+    with some of this KV. Manthan is added last, because other connectors mostly get KV from an engine that has computed
+    the whole prompt.
     """
     if other is None or other.kv_connector == CONNECTOR:
         return own
@@ -82,13 +83,13 @@ def _entry(transfer: "KVTransferConfig") -> dict[str, Any]:
 
 
 def entries(transfer: "KVTransferConfig | None") -> list[dict[str, Any]]:
-    """Return the configurations of several connectors; none for a single one."""
+    """Return the configurations of a MultiConnector's connectors; an empty list for any other connector."""
     is_several = transfer is not None and transfer.kv_connector == SEVERAL
     return list(transfer.kv_connector_extra_config.get(ENTRIES, ())) if transfer and is_several else []
 
 
 def _own(transfer: "KVTransferConfig | None") -> list[dict[str, Any]]:
-    """Return Manthan's entries among several connectors."""
+    """Return Manthan's entries in a MultiConnector's configuration."""
     return [each for each in entries(transfer) if each.get("kv_connector") == CONNECTOR]
 
 
@@ -99,7 +100,7 @@ def is_on(config: "VllmConfig | EngineArgs | Namespace") -> bool:
 
 
 def settings(config: "VllmConfig | Namespace") -> dict[str, Any]:
-    """Return the dict of Manthan's settings inside vLLM's configuration, which may be changed. Manthan must be on."""
+    """Return Manthan's `kv_connector_extra_config`, which callers may change. Manthan must be on."""
     transfer = config.kv_transfer_config
     assert transfer is not None
     own = _own(transfer)
@@ -110,12 +111,12 @@ def settings(config: "VllmConfig | Namespace") -> dict[str, Any]:
 
 
 def complete(config: "VllmConfig | Namespace") -> None:
-    """Add defaults to Manthan's settings, if a user wrote them into `kv_transfer_config`. Raises ConfigError."""
+    """Add defaults to settings of Manthan that a user wrote into `kv_transfer_config`. Raises ConfigError."""
     transfer, extra = config.kv_transfer_config, settings(config)
     assert transfer is not None
     extra[EXTRA_KEY] = resolve_config(env={}, flags=extra.get(EXTRA_KEY, {})).config.model_dump(mode="json")
     for entry in _own(transfer):
-        entry["kv_load_failure_policy"] = transfer.kv_load_failure_policy  # vLLM heeds only the outer one
+        entry["kv_load_failure_policy"] = transfer.kv_load_failure_policy  # vLLM heeds only the MultiConnector's
 
 
 def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:
@@ -124,7 +125,7 @@ def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:
 
 
 def settings_of(config: "VllmConfig | Namespace") -> dict[str, dict[str, Any]]:
-    """Return each key's `value` and source, `from`: flag, file, environment, argument or default."""
+    """Return by configuration key the `value` and its source, `from`: flag, file, environment, argument or default."""
     extra = settings(config)
     sources, own = extra.get(SOURCES_KEY, {}), from_vllm_config(config)
     found = {}
@@ -152,7 +153,10 @@ def abort_at_shutdown(vllm_config: "VllmConfig") -> None:
 
 
 def is_on_gpu(vllm_config: "VllmConfig") -> bool:
-    """True if the codec runs on the GPU, whose tiers keep blocks at addresses."""
+    """True if vLLM runs on CUDA, and `codec.backend` is auto or cuda. Tiers then keep blocks at addresses.
+
+    The codec runs on the GPU, except with auto on a GPU that shares the CPU's memory; see `half.codec_backend`.
+    """
     from vllm.platforms import current_platform
 
     return current_platform.is_cuda() and from_vllm_config(vllm_config).codec.backend != "numpy"

@@ -1,4 +1,4 @@
-"""Log lines: settings at start, evictions, restores, and verdicts of the guard."""
+"""Log lines: settings at start, evictions, restores, and verdicts of the guard, which measures the loss of codecs."""
 
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,10 @@ def human_bytes(nbytes: int) -> str:
 
 
 def check_capacity(config: ManthanConfig, shape: "MemoryShape", capacity: int) -> None:
-    """Raise ConfigError if the cold store's usable bytes cannot hold a single block of each kind."""
+    """Raise ConfigError if the cold store cannot hold a single compressed block of the largest size.
+
+    capacity: usable bytes of the cold store.
+    """
     largest = max(shape.sizes)
     if capacity < largest:
         raise ConfigError(
@@ -40,9 +43,9 @@ def check_capacity(config: ManthanConfig, shape: "MemoryShape", capacity: int) -
 def announce(
     vllm_config: "VllmConfig", config: ManthanConfig, shape: "MemoryShape", capacity: int, place: str = ""
 ) -> None:
-    """Log policy, codec, compression for this model, and the cold store's budget and number of tokens.
+    """Log policy, codec, compression for this model, the cold store's budget, and the number of tokens that fit.
 
-    capacity: usable bytes of the cold store. place: namespace of a lasting store.
+    capacity: usable bytes of the cold store. place: name of the namespace in a disk or Redis; empty without either.
     """
     store, codec, nbytes = config.tiers, config.codec, shape.groups[shape.main].cold_nbytes
     host_bytes = store.front_bytes or store.host_bytes
@@ -70,7 +73,7 @@ def printable(name: str) -> str:
 
 
 def tell_eviction(eviction: "Evicted") -> None:
-    """Log a session that went cold."""
+    """Log a session that went cold: all its full blocks are saved."""
     before = eviction.blocks + eviction.beside - eviction.stored
     ratio = eviction.pool_nbytes / max(1, eviction.cold_nbytes)
     said = f", {before} before" if before > 0 else ""
@@ -85,7 +88,7 @@ def tell_eviction(eviction: "Evicted") -> None:
 
 
 def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
-    """Log a session's restored blocks. vLLM recomputes the rest."""
+    """Log the restored or prefetched blocks of a session. vLLM recomputes blocks that could not be read."""
     causes = ", ".join(sorted(set(restored.causes)))
     what = "prefetched" if restored.request_id is None else "restored"
     rest = f"; the rest could not be read ({causes}) and is recomputed" if causes else ""
@@ -97,15 +100,15 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
 
 
 def tell_given_up(session_id: str, blocks: int) -> None:
-    """Log a session that is not saved."""
+    """Log blocks that stay unsaved. blocks: number of these."""
     logger.info(
-        f"Manthan: {blocks} blocks of session {printable(session_id)} are not saved, because the policy keeps all "
-        "that is in the full tiers; vLLM overwrites them next"
+        f"Manthan: {blocks} blocks of session {printable(session_id)} are not saved, because the tiers are full of "
+        "blocks that the policy keeps; vLLM overwrites the unsaved blocks next"
     )
 
 
 def tell_guard(configured: str, finest: str) -> None:
-    """Log the codec in use until the guard's verdict on the configured codec."""
+    """Log codec `finest`, in use until the guard's verdict on codec `configured`."""
     logger.info(
         f"Manthan: codec {finest} is used until the loss of {configured} on this model's KV is measured, on "
         f"{FIRST_BLOCKS} blocks"
@@ -113,12 +116,12 @@ def tell_guard(configured: str, finest: str) -> None:
 
 
 def tell_progress(configured: str, blocks: int, used: str) -> None:
-    """Log how many blocks the guard has looked at before the first verdict."""
+    """Log the number of blocks that the guard has taken for its first verdict. used: codec in use until then."""
     logger.info(f"Manthan: codec {configured} measured on {blocks} of {FIRST_BLOCKS} blocks; {used} until then")
 
 
 def tell_verdict(found: "Judged") -> None:
-    """Log the configured codec's loss on this model's KV, the codec in use, and all measurements behind the choice."""
+    """Log the codec in use, and the loss on this model's KV of the configured codec and all up to the codec in use."""
     verdict = found.verdict
     said = ", then ".join(map(_fidelity, verdict.measured[: found.choice + 1]))
     if verdict.compute_s:
@@ -135,7 +138,10 @@ def tell_verdict(found: "Judged") -> None:
 
 
 def tell_rechecks(mean: float) -> None:
-    """Log that a finer codec is used because of rechecks. mean: divergence in nats."""
+    """Log that a finer codec is used from now on, because restored KV changed first tokens too much.
+
+    A recheck computes a restored prompt again. mean: divergence of the first token in nats, averaged over rechecks.
+    """
     logger.warning(
         f"Manthan: behind the last {RECHECKS} rechecked restores the first token diverges by {mean:.2g} nats on "
         f"average ({MOST_DIVERGENCE:g} is allowed): a finer codec is used from now on"

@@ -1,4 +1,4 @@
-"""Metrics. The scheduler half collects them, vLLM's stats carry them, and /metrics shows them as vllm:manthan_…"""
+"""Metrics: collected on the scheduler's side, carried by vLLM's stats, and shown at /metrics as vllm:manthan_…"""
 
 import collections
 from typing import Any, NamedTuple
@@ -21,11 +21,15 @@ CALLS = (
     *("new_request", "match", "allocated", "step", "worker_output", "finished"),
     *("submit_loads", "submit_stores", "_transfer_results", "take_report"),
 )
-"""Methods of the two halves whose exceptions are caught and counted."""
+"""Methods of the connector's scheduler half and worker half whose exceptions are caught and counted."""
 
 
 class _Metric(NamedTuple):
-    """Metric of /metrics. values: known values of a counter's label."""
+    """Metric of /metrics.
+
+    text: help text. label: name of the metric's own label. buckets: upper bounds of a histogram's buckets. values:
+    known values of a counter's label.
+    """
 
     kind: type[Gauge] | type[Counter] | type[Histogram]
     text: str
@@ -116,7 +120,8 @@ PARTS = ("gauges", "counters", "observations")
 class ManthanStats(KVConnectorStats):
     """Statistics for /metrics.
 
-    data: gauges (the last value counts) and counters (added up) as name to label to number; lists of observations.
+    data: has the keys PARTS. Gauges and counters are numbers by metric and label value, observations lists by metric.
+    `aggregate` keeps the later gauges, adds up the counters, and joins the lists.
     """
 
     def reset(self) -> None:
@@ -154,7 +159,7 @@ class ManthanPromMetrics(KVConnectorPromMetrics):
             self._metrics[name] = kinds[metric.kind](
                 name=f"vllm:manthan_{name}", documentation=metric.text, labelnames=labels, **extra
             )
-            if metric.kind is not Gauge:  # else Prometheus would not count the event with which a series begins
+            if metric.kind is not Gauge:  # a series begins at 0, else rate() misses the first event
                 for engine in self.per_engine_labelvalues.values():
                     for value in metric.values if metric.label else ("",):
                         self._child(name, engine, value)

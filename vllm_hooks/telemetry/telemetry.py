@@ -1,4 +1,4 @@
-"""Subscriber to an engine's events that feeds metrics, the log, histories of sessions, and traces."""
+"""Subscriber to an engine's events. Feeds metrics, the log and traces from the events, and subscribes histories."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,7 +23,7 @@ from manthan.vllm_hooks.telemetry.metrics import ManthanStats
 from manthan.vllm_hooks.telemetry.traces import Traces
 
 QUIET_S = 60.0
-"""Seconds between two log lines about a cause of failures."""
+"""Least seconds between two log lines about the same cause of failures."""
 TOTALS = (
     *("evictions", "restores", "prefetches", "failures", "restore_ms"),
     *("prompt_tokens", "restored_tokens", "computed_tokens", "lossy_tokens"),
@@ -33,7 +33,7 @@ TOTALS = (
 class Telemetry:
     """Metrics, log, traces and histories of an engine. Subscribes to the engine's stream of events.
 
-    traces: None if tracing is off. histories: of sessions; None if the HTTP API is off.
+    traces: None if tracing is off. histories: last events of each session; None if the HTTP API is off.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class Telemetry:
     ) -> None:
         self._manager, self.traces, self.histories = manager, traces, histories
         self.totals = dict.fromkeys(TOTALS, 0)
-        """Numbers since the start, by the names in TOTALS."""
+        """Sums since the start, by the names in TOTALS."""
         self.changed: set[str] = set()
-        """Ids of sessions that have gained or lost blocks since the scheduler half last took them."""
+        """Ids of sessions that may have gained or lost blocks since the scheduler half last took this set."""
         self.store_is_up = True
         self.passed: Callable[[], Sequence[float]] = tuple
-        """Returns how many seconds each request has waited that a later one has passed."""
+        """Returns the seconds waited by each waiting request that a later request has passed."""
         self._judged: Judged | None = None
         self._measured: dict[int, int] = {}
-        """Blocks that each rank's guard has looked at before the first verdict."""
+        """By rank, number of blocks that the rank's guard has taken for the first verdict."""
         self._failures = Sparing(QUIET_S)
         self._counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._observations: defaultdict[str, list[float]] = defaultdict(list)
@@ -59,7 +59,7 @@ class Telemetry:
             manager.events.subscribe(histories)
 
     def count(self, name: str, by: int = 1, label: str = "") -> None:
-        """Add to a counter of METRICS, and to the total of this name."""
+        """Add to a counter of METRICS, and to the total of the same name, if any. label: the counter's label value."""
         self._counters[name][label] += by
         if name in self.totals:
             self.totals[name] += by
@@ -82,7 +82,10 @@ class Telemetry:
             self.count("pins_refused")
 
     def measured(self, blocks: Mapping[int, int], configured: str, used: str) -> None:
-        """Note the progress of the ranks' guards before a verdict on the configured codec, and log each quarter."""
+        """Note the number of blocks that each rank's guard has taken for the first verdict, and log each quarter.
+
+        configured, used: names of the configured codec, and of the codec in use until the verdict.
+        """
         was = self.measured_blocks
         self._measured |= blocks
         if self.measured_blocks * 4 // FIRST_BLOCKS > was * 4 // FIRST_BLOCKS and self._judged is None:
@@ -180,11 +183,11 @@ class Telemetry:
 
     @property
     def measured_blocks(self) -> int:
-        """Number of blocks, of `FIRST_BLOCKS`, that the slowest rank has looked at for the first verdict."""
+        """Number of blocks, of FIRST_BLOCKS, that the slowest rank has taken for the first verdict."""
         return min(self._measured.values(), default=0)
 
     def take(self) -> ManthanStats | None:
-        """Return the metrics since the last call; None if nothing happened."""
+        """Return the metrics since the last call; None if no counter and no gauge has changed."""
         gauges = self._gauges()
         if not self._counters and gauges == self._sent_gauges:
             return None

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 NANO = 1_000_000_000
 REQUEST_ID = "gen_ai.request.id"
-"""Attribute of a request's id, with vLLM's name."""
+"""Name, the same as vLLM's, of a span's attribute with the request's id."""
 
 
 class Traces:
-    """Spans of an engine. tiers: names of the tiers, the fastest first. vLLM has set up the exporter."""
+    """Sends an engine's spans by the exporter that vLLM has set up. tiers: names of the tiers, the fastest first."""
 
     def __init__(self, tiers: Sequence[str]) -> None:
         from opentelemetry.context import Context  # present, because tracing is on
 
         self._tiers, self._none = tiers, Context()
-        self._headers: dict[str, Mapping[str, str] | None] = {}  # by id of a running request
+        self._headers: dict[str, Mapping[str, str] | None] = {}  # trace headers by id of a running request
         self._begun: dict[str, tuple[int, Sequence[str]]] = {}
-        """By request id, when its restore began, in nanoseconds since 1970, and the tiers that have the blocks."""
+        """By request id, begin of the restore in nanoseconds since 1970, and names of the tiers with the blocks."""
 
     def began(self, request_id: str, headers: Mapping[str, str] | None) -> None:
         """Note a new request with trace headers `headers`."""
@@ -39,7 +39,7 @@ class Traces:
         self._begun.pop(request_id, None)
 
     def restoring(self, request_id: str, tiers: Sequence[str]) -> None:
-        """Note the begin of a restore from tiers `tiers`."""
+        """Note the begin of a request's restore from tiers with these names."""
         self._begun[request_id] = time.time_ns(), tiers
 
     def restored(self, restored: "Restored", shape: "MemoryShape") -> None:
@@ -83,7 +83,8 @@ class Traces:
     def _span(self, name: str, began: int, ended: int, attributes: dict[str, Any], request_id: str) -> None:
         """Send a span in the trace of the request, if the request is traced and running.
 
-        Otherwise the context is empty, because vLLM would use the trace of the server's start.
+        Otherwise the span begins a new trace: its context is empty, because without a context vLLM would use the trace
+        of the server's start. began, ended: nanoseconds since 1970.
         """
         context = extract_trace_context(self._headers.get(request_id))
         instrument_manual(name, began, ended, attributes, self._none if context is None else context)

@@ -20,20 +20,21 @@ from manthan.vllm_hooks.worker.layout import Layer
 logger = init_logger("vllm.manthan.worker")
 
 Arrays: TypeAlias = tuple[Numbers, ...]
-"""Keys and values of a block, or the arrays of `BlockShape.arrays`."""
+"""A block's arrays, in the order of `BlockShape.arrays`: keys, values, and bytes of layers without a codec if any."""
 Copies: TypeAlias = list[Arrays]
-"""Arrays of blocks, from `PagedMemory.gather`."""
+"""Arrays of each block, as `PagedMemory.gather` returns them."""
 
 
 class PagedMemory:
-    """Paged cache as the CPU reads and writes it, in the CPU's memory or a GPU's. Each thread waits for its own copies.
+    """Paged cache, in the CPU's memory or a GPU's, as the CPU reads and writes it.
 
-    Keys and values are [layers, heads, tokens, head_dim], bf16 and fp8 as their bits. `BlockShape.arrays` has all.
+    Keys and values are [layers, heads, tokens, head_dim], bf16 and fp8 as their bits. `BlockShape.arrays` has the shape
+    and dtype of each array. A call waits only for the current stream of its own thread.
 
     Args:
         shape: of a block.
-        coded: layers with keys and values.
-        raw: layers stored as bytes: all of a raw shape, or those of `BlockShape.beside`.
+        coded: layers with keys and values, or with latents (MLA).
+        raw: layers stored as bytes: all layers if the shape `is_raw`, else the layers of `BlockShape.beside`.
     """
 
     def __init__(self, shape: BlockShape, coded: Sequence[Layer], raw: Sequence[Layer] = ()) -> None:
@@ -44,20 +45,20 @@ class PagedMemory:
 
     def gather(self, block_id: int) -> Arrays:
         """Return a block's arrays."""
-        if self._is_host:  # nothing is copied before it is sorted
+        if self._is_host:  # `_arrays` copies the numbers, in their final order
             return self._arrays([rows[block_id] for rows in self._rows], [rows[block_id] for rows in self._raw])
         gathered = self.gather_soon(block_id)
         self._wait()
         return gathered()
 
     def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
-        """Begin to gather a block on the current stream. Return a function to call once the stream has done so."""
+        """Begin to gather a block on the current stream. Return a function that returns the arrays after the copies."""
         coded = _copied(torch.stack([rows[block_id] for rows in self._rows])) if self._rows else ()
         raw = [_copied(torch.cat([rows[block_id] for rows in self._raw]))] if self._raw else []
         return lambda: self._arrays(coded, raw)
 
     def scatter(self, block_id: int, *numbers: Numbers) -> None:
-        """Write a block's arrays, and wait until they are written."""
+        """Write arrays into a block of the cache, and wait until all are written. numbers: as `gather` returns them."""
         if self._rows:
             there = [rows[block_id] for rows in self._rows]
             new: Numbers = np.empty((0 if self._is_host else len(there), there[0].numel()), numbers[0].dtype)
@@ -73,7 +74,7 @@ class PagedMemory:
         self._wait()
 
     def _arrays(self, coded: Iterable[torch.Tensor], raw: Sequence[torch.Tensor]) -> Arrays:
-        """Return a block's arrays. coded: its numbers in each layer, in the order of memory. raw: its bytes."""
+        """Return a block's arrays. coded: numbers of each coded layer, in the order of memory. raw: bytes, in parts."""
         octets = np.concatenate([part.numpy() for part in raw]) if raw else None
         if octets is not None and self._shape.is_raw:
             return octets.reshape(self._shape.numbers), np.empty(self._shape.value_numbers, np.uint8)
@@ -93,7 +94,7 @@ class PagedMemory:
 
 
 def _copied(there: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in the CPU's memory. If it is a GPU's, the current stream copies it."""
+    """Return a tensor in the CPU's memory: `there` itself, or a pinned copy that the current stream makes."""
     if there.is_cpu:
         return there
     here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
@@ -101,7 +102,7 @@ def _copied(there: torch.Tensor) -> torch.Tensor:
 
 
 def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return the same memory; bf16 as bits in uint16."""
+    """Return an array of the tensor's memory, with bf16 as bits in uint16."""
     return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
@@ -109,9 +110,10 @@ class CpuBlocks:
     """Blocks of a KV cache group, gathered, encoded and decoded on the CPU's cores. Thread-safe."""
 
     def __init__(self, memory: PagedMemory, *formats: BlockFormat, exacts: Sequence[int] = (0,)) -> None:
-        """Compile all kernels now. formats: the first for jobs that name no codec, the others for jobs that name them.
+        """Compile all kernels now.
 
-        exacts: possible numbers of exact first tokens of a block.
+        formats: of compressed blocks; the first for jobs that name no codec, each for jobs that name its codec. exacts:
+        possible counts of exact tokens, which are stored bit for bit, at the begin of a block.
         """
         self.formats, self._memory, self.format, self._exacts = formats, memory, formats[0], exacts
         self.nbytes = self.format.shape.nbytes
@@ -120,21 +122,21 @@ class CpuBlocks:
             each.warm_up(exacts)
 
     def add(self, format: BlockFormat) -> None:
-        """Read blocks of `format` too, and write them in transfers that name the format's codec."""
+        """Decode blocks of `format`, too, and encode blocks in `format` for transfers that name the format's codec."""
         format.warm_up(self._exacts)
         self.formats = (*self.formats, format)
 
     def format_of(self, buf: Buffer) -> BlockFormat:
-        """Return the format with a block's fingerprint; if none has it, the first, whose decoding refuses the block."""
+        """Return the format with the fingerprint in a block's header; else the first, which refuses the block."""
         mark = np.frombuffer(buf, np.uint8)[wire.FINGERPRINT].tobytes()
         return next((format for format in self.formats if format.fingerprint == mark), self.formats[0])
 
     def gather(self, job: Transfer) -> Copies:
-        """Return copies of a store's blocks in the paged cache."""
+        """Return arrays copied from the blocks of a store (job from the paged cache to the tiers)."""
         return [self._memory.gather(block_id) for block_id in job.block_ids.tolist()]
 
     def encode(self, job: Transfer, copies: Copies) -> list[Buffer | str]:
-        """Return a store's compressed blocks; the cause instead of one that cannot be encoded."""
+        """Return a store's compressed blocks, in order; for a block that cannot be encoded, the cause."""
         shape, formats = self.format.shape, {"": self.format} | {each.codec: each for each in self.formats}
         format = formats["" if shape.is_raw else job.codec]
         told = zip(job.block_hashes, copies, job.first_tokens(shape.tokens), job.exacts(shape.tokens), strict=True)
@@ -148,13 +150,16 @@ class CpuBlocks:
         return encoded
 
     def decode(self, key: bytes, block_id: int, found: Found) -> str | None:
-        """Check a compressed block, of one or several shards, and decode it. Return the cause of a failure."""
+        """Check a compressed block, and decode it into the paged cache. Return the cause of a failure, or None.
+
+        found: result of a tier. A block read from another engine's tiers may be several shards, one behind the other.
+        """
         if found is None or isinstance(found, str):
             return MISSING if found is None else found
         try:
             shards = [self.format_of(shard).decode_shard(shard, key=key) for shard in wire.split(found)]
             if any(shard.ignored for shard in shards):
-                return "checksum"  # a refinement is damaged, so that the block has not the level noted for it
+                return "checksum"  # a refinement, which adds precision, is damaged: the block is worse than noted
             numbers = self.format.joined(shards)
         except WireError as error:
             return error.cause

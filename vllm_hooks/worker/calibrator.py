@@ -1,6 +1,7 @@
-"""Calibration of a rank by traffic: queries, keys and values of some prompts make a profile.
+"""Calibration by traffic: a rank makes a codec's profile of the model from queries, keys and values of some prompts.
 
-The model's thread copies the attention's arguments, on a GPU within its memory. A thread of low priority does the rest.
+The model's thread copies the arguments of attention layers, on a GPU within the GPU's memory. A thread of low priority
+does the rest.
 """
 
 import os
@@ -30,19 +31,20 @@ logger = init_logger("vllm.manthan.worker")
 Rows: TypeAlias = tuple[torch.Tensor, ...]
 """Queries, keys and values of a layer, [tokens, heads, head_dim] each."""
 LEAST, MOST = 128, 1024
-"""Least and most tokens taken of a prompt."""
+"""Least and most tokens taken from the longest prompt of a step."""
 EVERY = 16
-"""Tokens of traffic for each token taken."""
+"""Tokens of traffic for each token taken, so that calibration costs little."""
 WANTED = 9_600
-"""Tokens that make a profile, four fifths of those taken: of 192,000 tokens of traffic."""
+"""Tokens that make a profile, four fifths of the tokens taken. They come from 192,000 tokens of traffic."""
 
 
 class Calibrator:
     """Makes a single profile.
 
     Args:
-        group: of the model's attention.
-        device: of its cache.
+        group: KV cache group of the model's attention layers.
+        rope: RoPE of the keys; None if unknown.
+        device: device of the cache.
         offer: called with the profile, on the calibrator's thread.
     """
 
@@ -65,7 +67,7 @@ class Calibrator:
         self._threads = JobThreads(1, "manthan-calibrate", allowed_cpus() if device.type == "cpu" else ())
         self._parts: list[Rows] = []
         self._rows, self._first = slice(0), 0
-        """Rows taken of the step's prompt, and the position of the first."""
+        """Rows of the step's tensors to take, all of one prompt, and the first row's position in the prompt."""
         self._wants = self._is_busy = self._is_done = False
         self._passed = self._taken = 0
         for layer, attention in enumerate(self._attentions):
@@ -90,7 +92,7 @@ class Calibrator:
         return forward(module, *args, **more)
 
     def _try(self, call: Callable[..., None], *args: Any) -> None:
-        """End calibration if `call` raises. Blocks are then encoded with the earlier codec."""
+        """End calibration if `call` raises. Blocks are then still encoded with the earlier codec."""
         try:
             call(*args)
         except Exception as error:
@@ -98,7 +100,10 @@ class Calibrator:
             logger.warning("Manthan: no profile is made from traffic: %s: %s", type(error).__name__, error)
 
     def _note(self, layer: int, told: Any, *rows: torch.Tensor) -> None:
-        """Copy rows of the step's longest prompt, [tokens, heads, head_dim]. The last layer begins the work."""
+        """Copy a layer's rows of the step's longest prompt. With the last layer's, begin the work on the thread.
+
+        told: metadata of the attention backend. rows: the layer's queries, keys and values, [tokens, heads, head_dim].
+        """
         self._wants = layer == len(self._parts) and (layer > 0 or self._choose(told, *rows))
         if not self._wants:
             return
@@ -110,7 +115,7 @@ class Calibrator:
             self._threads.submit(self._try, self._add, self._first, self._parts, copied)
 
     def _choose(self, told: Any, *rows: torch.Tensor) -> bool:
-        """Choose the rows to take; False if there are none."""
+        """Choose the rows to take. Return False for a short prompt, or if the GPU has too little memory for copies."""
         starts = told.query_start_loc.cpu()
         counts = starts.diff()
         at = int(counts.argmax())
@@ -122,9 +127,9 @@ class Calibrator:
         return count >= LEAST
 
     def _add(self, first: int, parts: list[Rows], copied: torch.cuda.Event | None) -> None:
-        """Add rows of all layers from position `first` on. Offer the profile after enough tokens.
+        """Add rows of all layers to the profile. After enough tokens, offer the profile.
 
-        copied: event behind the copies on a GPU.
+        first: position of the first row in the prompt. copied: event after the copies on a GPU.
         """
         if copied is not None:
             parts = self._fetched(parts, copied)
@@ -144,7 +149,7 @@ class Calibrator:
         self._is_busy = False
 
     def _fetched(self, parts: list[Rows], copied: torch.cuda.Event) -> list[Rows]:
-        """Return the rows in the CPU's memory. The GPU's memory is free afterwards."""
+        """Return the rows in the CPU's memory. Empties `parts`, so that the GPU's memory is freed."""
         torch.cuda.set_device(self._device)
         stream, found = torch.cuda.Stream(self._device), []
         stream.wait_event(copied)

@@ -1,4 +1,4 @@
-"""Memory of the tiers: how much of it blocks can take, and how much RAM and GPU memory vLLM must leave."""
+"""Bytes of the tiers, which have compressed blocks: what blocks can take, and what vLLM must leave free for them."""
 
 import math
 from collections.abc import Callable, Collection
@@ -29,9 +29,9 @@ RESTORE_STAGING_BYTES = 128 << 20
 RESTORE_STAGINGS = 2
 """Number of staging buffers for restores: one is filled while the other is decoded."""
 PRIMARY_BYTES = 256 << 20
-"""Least RAM of a rank, with a GPU, in front of a disk or Redis."""
+"""Least pinned RAM of a rank in front of a disk or Redis, if the codec runs on a GPU."""
 CPU_ENCODE_THREADS = 4
-"""Number of threads that encode on the CPU for a GPU, as on a GB10. With vLLM's CPU build there is one."""
+"""Number of threads that encode on the CPU for a cache on a GPU, as on a GB10. With vLLM's CPU build, 1 encodes."""
 STAGINGS_BYTES = 2 * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES
 
 
@@ -48,9 +48,10 @@ class TierBytes(NamedTuple):
         return cls(0, store.max_bytes // ranks)
 
     def usable(self, sizes: Collection[int]) -> int:
-        """Return how many bytes blocks of these sizes can surely take.
+        """Return the bytes that blocks of these sizes can surely take.
 
-        With several sizes, a part of each tier stays free, so that free extents stay large. A block is in one tier.
+        With several sizes, a part of each tier stays free, so that free extents stay large. With two tiers, room for
+        one block stays free, because no block is half in either tier.
         """
         device, host = (tier - tier % GRANULE for tier in self)
         if len(sizes) > 1:
@@ -59,23 +60,23 @@ class TierBytes(NamedTuple):
 
 
 def usable_nbytes(vllm_config: "VllmConfig", store: TiersConfig, ranks: int, shape: MemoryShape) -> int:
-    """Return how many bytes blocks of these sizes can surely take, on all `ranks` ranks that store them together."""
+    """Return the bytes that blocks can surely take, on all ranks together. ranks: number of ranks that store blocks."""
     if store.places[-1] == "disk":
         return disk.usable(store.max_bytes // ranks) * ranks
     sizes = {nbytes // ranks for nbytes in shape.sizes}
-    if not is_on_gpu(vllm_config) or store.is_lasting:  # else each tier is one range of addresses
+    if not is_on_gpu(vllm_config) or store.is_lasting:  # else free extents must stay large
         sizes = {max(sizes)}
     return TierBytes.of_a_rank(store, ranks).usable(sizes) * ranks
 
 
 def room_in(config: ManthanConfig) -> Callable[[int], int]:
-    """Return the function from a compressed block's bytes to the bytes that it takes of the budget."""
+    """Return a function from the size of a compressed block to the bytes that the block takes of the budget."""
     room = disk.room if config.tiers.places[-1] == "disk" else arena.room
     return (lambda nbytes: room(nbytes + OVERHEAD)) if config.sealing.key_file else room
 
 
 def fast_tiers(store: TiersConfig, ranks: int) -> list[FrontTier]:
-    """Return the tiers in front of the last, the fastest first, with the bytes of all `ranks` storing ranks."""
+    """Return the tiers in front of the last tier, the fastest first. ranks: number of ranks that store blocks."""
     if store.kind == "device" and store.host_bytes:
         return [FrontTier(int(store.max_bytes), fills_on_read=False)]
     budgets = [store.front_bytes] if store.front_bytes else []
@@ -85,9 +86,10 @@ def fast_tiers(store: TiersConfig, ranks: int) -> list[FrontTier]:
 
 
 def share_memory(vllm_config: "VllmConfig") -> None:
-    """Give vLLM what the tiers in RAM leave of `memory_bytes`, for weights, activations and the KV pool.
+    """Set vLLM's share of the machine's memory to the part of `memory_bytes` that Manthan does not take.
 
-    Raises ConfigError if CPU and GPU have separate memories, or if the budget is too small or too large.
+    Does nothing if `memory_bytes` is 0. Raises ConfigError if CPU and GPU have separate memories, if the KV pool has a
+    configured size, or if `memory_bytes` is too small or too large.
     """
     from vllm.platforms import current_platform
 

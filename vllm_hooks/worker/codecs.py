@@ -13,7 +13,8 @@ from manthan.manager.tiers.tier import Buffer
 class Codecs:
     """Codecs of a rank, all on one device.
 
-    by_group: codecs of each KV cache group, the configured one first, and the main group first.
+    by_group: codecs by KV cache group. The configured codec is the first of each group. The first group is the main
+    group, whose block hashes make up sessions.
     """
 
     def __init__(self, by_group: Mapping[int, Sequence[PagedCodec]]) -> None:
@@ -22,7 +23,7 @@ class Codecs:
         self._numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
 
     def add(self, group: int, codec: PagedCodec) -> None:
-        """Add a codec of a group. Other threads may read meanwhile."""
+        """Add a codec of a group. Other threads may call other methods meanwhile."""
         self._numbers.setdefault(codec.format.codec, len(self._numbers))
         self.by_group[group] = (*self.by_group[group], codec)
 
@@ -32,16 +33,16 @@ class Codecs:
         return next((codec for codec in codecs if codec.format.codec == name), codecs[0])
 
     def number(self, codec: PagedCodec) -> int:
-        """Return the number of a codec's name, which tiers keep with each block."""
+        """Return the number of a codec's name among all groups' names. Tiers keep this number with each block."""
         return self._numbers[codec.format.codec]
 
     def numbered(self, group: int, number: int) -> PagedCodec:
         return next(codec for codec in self.by_group[group] if self.number(codec) == number)
 
     def look_into(self, group: int, buf: Buffer) -> tuple[int, int, int, int] | str:
-        """Return exact tokens, first token, mark and codec number from a block's header; the cause if it is bad.
+        """Return number of exact tokens, position of the first token, mark and codec number from a block's header.
 
-        Decoding later compares the whole header with these numbers.
+        Return the cause of a failure if the header is bad. Decoding later compares the whole header with these numbers.
         """
         try:
             front, ends = wire.peek(buf), wire.part_ends(buf)

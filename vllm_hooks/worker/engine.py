@@ -1,4 +1,4 @@
-"""Base of the engines, which move blocks between a rank's paged cache and the tiers, and threads for them."""
+"""Base class, and threads, of the engines, which move blocks between a rank's paged cache and the tiers."""
 
 import multiprocessing
 import os
@@ -27,18 +27,19 @@ MISSING = "missing"
 REST_S = sys.getswitchinterval()
 """Most seconds that the model's thread pauses for a load, in a step without compute.
 
-Without a pause, such steps would take half of Python's time from the thread that loads.
+Without a pause, such steps would take Python's lock (GIL) from the loading thread half of the time.
 """
 
 
 class CancelledError(Exception):
-    """Ends a job that is no longer wanted. The argument is the cause; RESET without one."""
+    """Ends a job that is no longer wanted. The argument is the job's cause of failure; RESET without an argument."""
 
 
 class Ended(NamedTuple):
-    """Ended loads. requests: ids of their requests. failed: those of which nothing was loaded.
+    """Ended loads, for vLLM. requests: ids of requests whose load ended.
 
-    bad_blocks: ids of blocks that were not loaded, of the other requests.
+    failed: ids of the requests among these whose whole load counts as failed. bad_blocks: ids of blocks not loaded for
+    the rest of the requests.
     """
 
     requests: set[str]
@@ -48,7 +49,7 @@ class Ended(NamedTuple):
 
 @dataclass(eq=False)
 class Storing:
-    """Store under way. nbytes, inner: as in `TransferResult`. left: number of blocks neither stored nor refused yet."""
+    """Store under way. nbytes, failed, inner: as in `TransferResult`. left: number of unanswered blocks."""
 
     job: Transfer
     nbytes: NDArray[np.int64] = field(init=False)
@@ -62,28 +63,28 @@ class Storing:
 
 
 class Engine:
-    """Takes jobs, does them in the background, and reports ended jobs.
+    """Takes jobs (transfers), does them in the background, and reports ended jobs.
 
-    The base class serves until there is a KV cache. The model's thread makes all calls. No method raises, and none
-    waits unless its docstring says so. An engine overrides `_load` and `_store`, which begin a job to be answered
-    later; if they raise, the job is refused.
+    The base class is used until vLLM has allocated the KV cache. The model's thread makes all calls but `read`. No
+    method waits unless its docstring says so. An engine overrides `_load` and `_store`, which begin a job to be
+    answered later. If they raise, the job is refused.
 
     Args:
-        fails_whole: True if a request's load fails as a whole; False if only blocks from the first bad one on fail.
+        fails_whole: True if one bad block fails a request's whole load; False if the blocks before it count as loaded.
         keeps: False if another rank stores this rank's blocks, so that stores are neither begun nor answered.
     """
 
     def __init__(self, fails_whole: bool = False, keeps: bool = True) -> None:
         self.decode_s: dict[str, float] | None = None
-        """Seconds to decode a token by codec, on a GPU; None if the CPU decodes."""
+        """By codec name, seconds in which the GPU decodes a token; None if the CPU decodes."""
         self._fails_whole, self._keeps = fails_whole, keeps
         self._lock = threading.Condition()
         self._begun = set[int]()
-        """Ids of the last step's jobs that will be answered. `fail` answers the others, if submitting has raised."""
+        """Ids of the step's jobs that are begun or refused. `fail` refuses the rest after an exception."""
         self._open: dict[str, set[int]] = {}
-        """By request id, ids of its loads under way."""
+        """By request id, ids of the request's load jobs under way."""
         self._bad: dict[str, set[int]] = {}
-        """By request id, ids of blocks that its ended loads did not fill."""
+        """By request id, ids of the pool's blocks that the request's ended load jobs did not fill."""
         self._report = ManthanWorkerMetadata()
         self._ended = Ended(set(), set(), set())
 
@@ -95,7 +96,7 @@ class Engine:
         self._begin(metadata.loads, self._load)
 
     def submit_stores(self, metadata: ManthanMetadata) -> None:
-        """Begin a step's stores, after the model's work of the step."""
+        """Begin a step's stores. Call after the step's forward pass."""
         if self._keeps:
             self._begin(metadata.stores, self._store)
 
@@ -108,7 +109,7 @@ class Engine:
                 self._refuse(job, cause_of(error))
 
     def _prepare(self, metadata: ManthanMetadata) -> None:
-        """Obey resets, drops and `revokes`."""
+        """Obey `cancels`, `revokes`, `place` and `drops` of ManthanMetadata."""
 
     def _load(self, job: Transfer) -> None: ...
 
@@ -125,12 +126,12 @@ class Engine:
         """Wait for the jobs under way, and free threads and memory."""
 
     def rest(self) -> None:
-        """Wait REST_S at most if threads load blocks for a request. Called in steps without compute."""
+        """Wait REST_S at most while threads load blocks. Called in steps without compute."""
         with self._lock:
             self._lock.wait_for(lambda: not self._awaits_threads(), REST_S)
 
     def _awaits_threads(self) -> bool:
-        """True if threads load, and no load has ended yet."""
+        """True if threads load blocks, and the model's thread has nothing to do for a load yet."""
         return False
 
     def take_ended(self) -> Ended:
@@ -140,13 +141,13 @@ class Engine:
             return taken
 
     def take_report(self) -> ManthanWorkerMetadata | None:
-        """Return the transfers ended since the last call, for the scheduler half; None if there are none."""
+        """Return results, and stores gathered, since the last call, for the scheduler half; None if there are none."""
         with self._lock:
             taken, self._report = self._report, ManthanWorkerMetadata()
             return taken if taken.results or taken.gathered else None
 
     def fail(self, jobs: Sequence[Transfer]) -> None:
-        """Answer those of the last step's jobs that have not begun."""
+        """Refuse the jobs among `jobs` that are neither begun nor refused. Called after submitting has raised."""
         self._open_all([job for job in jobs if job.direction == "load"])
         for job in jobs:
             if job.job_id not in self._begun:
@@ -166,12 +167,16 @@ class Engine:
                     self._open.setdefault(job.request_id, set()).add(job.job_id)
 
     def _gathered(self, job: Transfer) -> None:
-        """Report, once and before its result, that a store needs the pool's blocks no longer."""
+        """Report that a store reads the pool's blocks no longer. Called once for each store, before its answer."""
         with self._lock:
             self._report.gathered.append(job.job_id)
 
     def _stored(self, storing: Storing, sizes: Mapping[int, Sequence[int]], failed: Mapping[int, str]) -> None:
-        """Note a store's blocks by index, and answer after the last. sizes: bytes of one part, of two, to all."""
+        """Note the outcome of some of a store's blocks, and answer the store after the last of its blocks.
+
+        sizes: by index in the job, what the block takes of the budget in bytes: its first part, its first two parts,
+        and so on to all parts. failed: cause by index in the job.
+        """
         with self._lock:
             for at, (*inner, nbytes) in sizes.items():
                 storing.nbytes[at] = nbytes
@@ -185,7 +190,7 @@ class Engine:
         self._answer(TransferResult(storing.job.job_id, storing.nbytes, storing.failed, seconds, storing.inner))
 
     def _refuse(self, job: Transfer, cause: str) -> None:
-        """Answer a job that has not begun."""
+        """Answer a job that has not begun as failed."""
         if job.direction == "store":
             self._gathered(job)
         self._answer(TransferResult.refused(job, cause))
@@ -219,10 +224,10 @@ class Engine:
 def other_causes(
     job: Transfer, behind: Sequence[int], found: Found, values: Iterator[Found], store: Tier
 ) -> Mapping[int, str]:
-    """Return causes for blocks that cannot be read either, so that a session does not fail once for each of them.
+    """Return causes, by index in the job, for unreadable blocks behind the first bad block of a load.
 
-    found: what was read of the first bad block. behind: indices in the job of the blocks behind it, whose content
-    `values` yields.
+    All are reported together, so that the session does not fail once for each of them. found: result of reading the
+    first bad block. behind: indices in the job of later blocks. values: yields the results of reading these blocks.
     """
     if found is None:
         absent = set(store.absent(job.group, [job.block_hashes[at] for at in behind]))
@@ -243,9 +248,9 @@ def cause_of(error: Exception) -> str:
 
 
 class JobThreads:
-    """Threads that do jobs in the order of submission. If a job raises, this is logged.
+    """Threads that take jobs in the order of submission. An exception of a job is logged.
 
-    cpus: CPUs that the threads may run on; empty for those of the caller.
+    cpus: CPUs that the threads may run on; empty for the CPUs of the creating thread.
     """
 
     def __init__(self, count: int, name: str, cpus: Collection[int] = ()) -> None:
@@ -294,7 +299,8 @@ class JobThreads:
 def allowed_cpus() -> set[int]:
     """Return the CPUs that the parent process of a worker on the CPU may use; empty if unknown.
 
-    vLLM binds the worker to some of them, which the model keeps busy, so that other threads would wait for it.
+    vLLM binds the worker to some of these CPUs, and the model keeps those busy. A thread bound to the same CPUs would
+    wait for the model.
     """
     parent = multiprocessing.parent_process()
     try:

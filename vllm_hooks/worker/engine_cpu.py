@@ -25,15 +25,15 @@ from manthan.vllm_hooks.worker.engine import (
 )
 
 BATCH = 16
-"""Number of blocks that a thread encodes and stores together."""
+"""Most blocks that a thread encodes and stores together."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Gathering(Storing):
-    """Store whose blocks are gathered by a thread.
+    """Store whose blocks a thread gathers, which means: copies from the paged cache.
 
-    is_begun: True once the first blocks are being gathered. is_given_up: True if no more blocks may be gathered,
-    because requests need them.
+    store: tiers for the blocks. cancelled: set to end the store. is_begun: True once the first blocks are being
+    gathered. is_given_up: True if no more blocks may be gathered, because requests need them.
     """
 
     store: Tier
@@ -45,14 +45,14 @@ class Gathering(Storing):
 class CpuEngine(Engine):
     """Engine that encodes on the CPU's cores, for a cache in the CPU's memory or a GPU's.
 
-    Loads and prefetches have threads of their own, so that they never wait behind stores. A store gathers its blocks
-    before they are encoded, so that the pool has them back soon.
+    Requests' loads and prefetches (loads without a request) have separate threads, so that neither waits behind stores.
+    A store gathers its blocks before encoding begins, so that the pool may soon reuse them.
 
     Args:
-        blocks: formats and paged memory of each KV cache group.
+        blocks: by KV cache group, formats and paged memory.
         store: the rank's tiers.
         encode_threads: number of threads that encode.
-        device: device of the cache. On a GPU, a job runs on a stream of its own, behind the model's work so far.
+        device: device of the cache. On a GPU, each job has a new stream, which waits for the model's work so far.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CpuEngine(Engine):
         """Set to cancel the jobs that began since the last reset."""
         self._ungathered: list[Gathering] = []
         self._staged = 0
-        """Bytes of blocks gathered and not encoded. One part of a store is gathered in any case."""
+        """Bytes of blocks gathered and not encoded yet: COPIES_BYTES at most, or a single larger part of a store."""
         self._gatherers = JobThreads(1, "manthan-gather", cpus)
         self._encoders = JobThreads(encode_threads, "manthan-encode", cpus)
         self._loaders = JobThreads(1, "manthan-restore", cpus)
@@ -122,7 +122,7 @@ class CpuEngine(Engine):
     # -- store ----------------------------------------------------------------------------------------
 
     def _give_up(self) -> None:
-        """Give up blocks that are not gathered yet, because requests need them."""
+        """Give up stores' blocks that are not gathered yet, because requests need these blocks of the pool."""
         with self._lock:
             given_up, self._ungathered = self._ungathered, []
             for gathering in given_up:
@@ -133,7 +133,7 @@ class CpuEngine(Engine):
             self._refuse(job, NEEDED)
 
     def _gather(self, gathering: Gathering, model: torch.cuda.Event | None) -> None:
-        """Copy a store's blocks, some at a time, as COPIES_BYTES allows, and have them encoded."""
+        """Copy a store's blocks, some at a time, as COPIES_BYTES allows, and have the copies encoded."""
         job, blocks = gathering.job, self.blocks[gathering.job.group]
         step = max(1, min(BATCH, COPIES_BYTES // blocks.nbytes))
         for start in range(0, len(job), step):
@@ -215,12 +215,12 @@ class CpuEngine(Engine):
 
 
 def model_event(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event behind the work of the model's stream; None on a CPU. Call on the model's thread."""
+    """Return an event after the work queued on the model's stream; None on a CPU. Call on the model's thread."""
     return None if device.type == "cpu" else torch.cuda.current_stream(device).record_event()
 
 
 def behind(model: torch.cuda.Event | None, device: torch.device) -> torch.cuda.StreamContext:
-    """Return a context with a new stream behind an event of the model's stream. None on a CPU changes nothing."""
+    """Return a context with a new stream that waits for event `model`; a context that changes nothing for None."""
     stream = None
     if model is not None:
         stream = torch.cuda.Stream(device)

@@ -1,13 +1,13 @@
 """Engine on the GPU's cores, on side streams; compressed blocks, not bf16, cross PCIe.
 
 The model's thread never waits. Work is queued on side streams behind the work already queued on the model's stream.
-Each chunk of work ends in an event, and the events are polled once a step. Blocks in the tier on the device are read
-and written in place. All other blocks pass through a staging buffer on the device. Room in the tiers is given and taken
-in the order in which the streams use it. Where room changes hands between streams, the second stream waits for the
-first. Freed bytes are erased on a separate stream, before anything is written there.
+Each chunk of work ends in an event, and the events are polled once a step. Blocks in GPU memory (the tier "device") are
+read and written in place, if in one extent. All other blocks pass through a staging buffer on the device. Room in the
+tiers is given and taken in the order in which the streams use the room. Where room changes hands between streams, the
+second stream waits for the first. Freed bytes are erased on a separate stream, before anything is written there.
 
-A secondary tier has separate threads. They copy bytes between pinned RAM and the secondary tier. A load finds the
-copied blocks in pinned RAM.
+GPU memory and pinned RAM (the tier "host") are primary tiers. A disk or Redis is a secondary tier. Separate threads
+copy bytes between pinned RAM and the secondary tier. A load finds the copied blocks in pinned RAM.
 """
 
 import time
@@ -53,17 +53,18 @@ logger = init_logger("vllm.manthan.worker")
 LOAD_CHUNK = 4096
 """Most blocks of a load begun at once: the GPU handles them while more are prepared."""
 ERASE_BYTES = 1 << 20
-"""Bytes erased by a copy of zeros."""
+"""Most bytes that one copy of zeros erases."""
 PAUSE_S = 1e-3
-"""Sleep of vLLM's engine core after a step without compute."""
+"""Seconds that vLLM's engine core sleeps after a step without compute. `_pause` waits no longer."""
 
 
 @dataclass(eq=False)
 class Chunk:
-    """Part of a job. status, nbytes: of each block, int32 and int64 [n], valid once `checked` is reached.
+    """Part of a job: n blocks that kernels handle together.
 
-    ends: of the blocks' parts, int64 [n, parts], 0 behind the last. done: all work on the chunk has ended. end: number
-    of the job's blocks up to the chunk's last.
+    status, nbytes: of each block, int32 and int64 [n], valid once event `checked` is reached. ends: ends of each
+    block's parts in bytes, int64 [n, parts], 0 behind the last part. done: event after all work on the chunk. end: for
+    a load, index in the job behind the chunk's last block.
     """
 
     status: torch.Tensor
@@ -78,8 +79,8 @@ class Chunk:
 class CudaStoring(Storing):
     """Store in progress.
 
-    age: of the tiers at the store's begin; every reset raises the age. secondary: final tier of the blocks. planned:
-    number of blocks with room, or refused for lack of room. uncopied: number of encodings that still read the pool's
+    age: the engine's number of resets at the store's begin. secondary: final tier of the blocks, if any. planned:
+    number of first blocks that have room or are refused. uncopied: number of encodings that still read the pool's
     blocks.
     """
 
@@ -92,7 +93,7 @@ class CudaStoring(Storing):
 class Encoding(NamedTuple):
     """Blocks of a store encoded together, from the block at `start` on, with room in a tier for each.
 
-    nbytes: the most for a block. in_place: True if the kernel writes into the tier.
+    nbytes: most bytes of one block. in_place: True if the kernel writes into the tier, False if into a staging buffer.
     """
 
     storing: CudaStoring
@@ -127,10 +128,11 @@ class Decoding(NamedTuple):
 
 @dataclass(eq=False)
 class Loading:
-    """Load in progress. answered: vLLM has been told, and the model's stream waits for the rest; never for prefetches.
+    """Load in progress. begun: number of blocks whose check and decoding are queued.
 
-    broken: the GPU or Manthan has failed, and no block is good. lost: a block is in no primary tier. begun: number of
-    blocks in decoding. decoded: number of decoded chunks.
+    decoded: number of chunks known to be decoded. answered: True once vLLM has been told, so that the model's stream
+    waits for the decoding; never for prefetches. broken: True if the GPU or Manthan has failed. No block is then good.
+    lost: True if a block is in no primary tier.
     """
 
     job: Transfer
@@ -148,10 +150,10 @@ class CudaEngine(Engine):
     """Engine of a rank with paged codecs on the rank's GPU.
 
     Args:
-        codecs: of each KV cache group, the configured one first; the sessions' group first; all on one device.
+        codecs: as in Codecs, by KV cache group.
         tiers: primary tiers.
-        forms: prepared numbers of exact first tokens in a block; unprepared numbers work too.
-        secondary: final tier of every block. The tier on the host then has the most recently used blocks.
+        forms: counts of exact first tokens in a block for which kernels are warmed up. Further counts work, too.
+        secondary: final tier of every block, if any. Pinned RAM then has the most recently used blocks.
         keeps: see Engine. If False, blocks stay on the host only while a load needs them.
     """
 
@@ -184,10 +186,10 @@ class CudaEngine(Engine):
         self._written: deque[tuple[Encoding, Mapping[int, Stored], Mapping[int, Sequence[int]], Mapping[int, str]]] = (
             deque()
         )
-        """Encodings written to the secondary tier, bytes of their blocks, and failures, by index in the job."""
+        """Encodings written to the secondary tier, with good blocks, bytes there and causes by index in the job."""
         self._loadings: list[Loading] = []
         self._primary: Primary | None = None
-        """Tier on the host, with a secondary tier."""
+        """Tier on the host; None without a secondary tier."""
         if secondary is not None:
             assert tiers.host is not None
             self._primary = Primary(tiers.host, self._codecs.look_into, self._lock, self._erase, keeps)
@@ -230,7 +232,7 @@ class CudaEngine(Engine):
             self._erase()
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
-        """See Engine. Only blocks in RAM, or of the secondary tier, are found."""
+        """See Engine. Finds only blocks in pinned RAM or in the secondary tier."""
         for key in keys:
             found: Found = self._in_ram((group, key))
             if found is None and self.store is not None:
@@ -238,7 +240,7 @@ class CudaEngine(Engine):
             yield found
 
     def _in_ram(self, name: Name) -> Buffer | None:
-        """Return a copy of a block in RAM; None if it is absent, or dropped meanwhile."""
+        """Return a copy of a block in RAM; None if the block is absent, or dropped meanwhile."""
         tier = self.tiers.all[-1]
         with self._lock:
             stored = tier.stored(name)
@@ -259,7 +261,7 @@ class CudaEngine(Engine):
             if not loading.answered and loading.job.request_id is not None and self._is_reached(loading, "checked"):
                 self._answer_load(loading)
         left = []
-        for loading in self._loadings:  # decoded: whoever reads a prefetch now comes after
+        for loading in self._loadings:  # ended only after decoding, so that requests read a prefetch's final blocks
             is_told = loading.answered or loading.job.request_id is None
             if is_told and self._is_reached(loading, "done"):
                 self._end_load(loading)
@@ -341,9 +343,9 @@ class CudaEngine(Engine):
             self._refuse_rest(storing, cause)
 
     def _planned(self, storing: CudaStoring) -> tuple[list[Encoding], list[Demotion]]:
-        """Return room for a store's blocks, and the copies to make before the room is used.
+        """Return encodings with room for a store's next blocks, and demotions to copy before the room is used.
 
-        Blocks without room are refused, or wait if a secondary tier will make room.
+        Blocks without room are refused. With a secondary tier they wait while blocks under way may make room.
         """
         job, encodings, demotions = storing.job, list[Encoding](), list[Demotion]()
         codec, refused, start = self._codecs.get(job.group, job.codec), list[int](), storing.planned
@@ -372,7 +374,10 @@ class CudaEngine(Engine):
         return encodings, demotions
 
     def _make_room(self, demotions: Sequence[Demotion]) -> None:
-        """Queue demotions behind all streams' work, because earlier work may still read a dropped or demoted block."""
+        """Queue demotions, copies from GPU memory to RAM, on the stream of stores, which then waits for the erasure.
+
+        Demotions wait for all streams' work, because earlier work may still read a dropped or demoted block.
+        """
         stream = self._stores.stream
         stream.wait_event(self._model())
         for staging in self._stagings:
@@ -390,8 +395,8 @@ class CudaEngine(Engine):
     def _erase(self) -> torch.cuda.Event:
         """Overwrite freed bytes on a separate stream. Return the event after the erasure.
 
-        The caller holds the lock. Loads of a secondary tier wait for the event, so no other work may delay the erasure.
-        With a secondary tier no stream uses freed bytes.
+        The caller holds the lock. With a secondary tier, loads wait for the event, so that no other work may delay the
+        erasure. No stream then uses freed bytes, because blocks in use are pinned.
         """
         for tier in self.tiers.all:
             freed, tier.freed = tier.freed, []
@@ -400,7 +405,7 @@ class CudaEngine(Engine):
             for staging in self._stagings if self._primary is None else ():  # a block may still be read, or in transfer
                 self._eraser.wait_stream(staging.stream)
             with torch.cuda.stream(self._eraser):
-                self._eraser.query()  # sets the GPU's context on this thread, unlike the driver's copies
+                self._eraser.query()  # sets this thread's CUDA context, which the driver's copies do not
                 zeros = [(Extent(0, ERASE_BYTES),) * -(-size // ERASE_BYTES) for _, size in freed]
                 _copy(self._zeros, zeros, tier.codes, [(extent,) for extent in freed], [size for _, size in freed])
                 self._erased = self._eraser.record_event()
@@ -409,7 +414,7 @@ class CudaEngine(Engine):
     def _split(
         self, storing: CudaStoring, start: int, codec: PagedCodec, exact: int, taken: Sequence[Taken]
     ) -> Iterator[Encoding]:
-        """Yield blocks with a common route, in parts that fit into the staging buffer if that is on the route."""
+        """Yield encodings of blocks for one tier, in parts that fit into the staging buffer unless `in_place`."""
         nbytes = codec.form(exact).nbytes
         for (tier, in_place), some in groupby(taken, attrgetter("tier", "in_place")):
             places = [one.extents for one in some]
@@ -429,15 +434,15 @@ class CudaEngine(Engine):
             batch = codec.batch(exact, *told, marks=[job.mark] * len(job))
             codec.encode(batch, codes)
             copied = staging.stream.record_event()
-            if not in_place:  # the block's size within the room is unknown yet
+            if not in_place:  # all of the room, because a block's size is not known yet
                 _copy(codes, ours, tier.codes, places, [nbytes] * len(places))
-                codes[: len(ours) * nbytes].zero_()  # the next block here may be shorter, and is copied with a rest
+                codes[: len(ours) * nbytes].zero_()  # the next block here may be shorter, and all of its room is copied
             self._encodings.append(Begun(encoding, self._chunk(codec, batch, staging.stream), copied))
 
     def _end_encodings(self) -> None:
-        """Report blocks free for the pool again, and keep the encoded blocks."""
+        """Report stores that read the pool's blocks no longer, and keep blocks whose encoding has ended."""
         for begun in self._encodings:
-            with suppress(Exception):  # met again below
+            with suppress(Exception):  # the loop below meets and handles the same error
                 if not begun.is_copied and begun.copied.query():
                     begun.is_copied = True
                     self._copied(begun.encoding.storing)
@@ -458,7 +463,7 @@ class CudaEngine(Engine):
             self._keep(begun.encoding, statuses, sizes, ends)
 
     def _copied(self, storing: CudaStoring) -> None:
-        """Note the last read of the pool's blocks by another encoding."""
+        """Note that one more of a store's encodings reads the pool's blocks no longer."""
         storing.uncopied -= 1
         if not storing.uncopied and storing.planned == len(storing.job):
             self._gathered(storing.job)
@@ -466,7 +471,7 @@ class CudaEngine(Engine):
     def _keep(
         self, encoding: Encoding, statuses: Sequence[int], sizes: Sequence[int], ends: Sequence[Sequence[int]]
     ) -> None:
-        """Enter encoded blocks into their tier, once a secondary tier has them."""
+        """Enter encoded blocks into their tier. With a secondary tier, have a thread write them there first."""
         storing, tier, number = encoding.storing, encoding.tier, self._codecs.number(encoding.codec)
         tokens, job, good = encoding.codec.layout.tokens, storing.job, dict[int, Stored]()
         failed, made = dict[int, str](), zip(encoding.places, statuses, sizes, ends, strict=True)
@@ -533,7 +538,7 @@ class CudaEngine(Engine):
         if self._primary is not None:
             reading, near = self._primary.begin(job)
         loading = Loading(job, reading)
-        self._loadings.append(loading)  # from here on the pollers answer once
+        self._loadings.append(loading)  # from here on `take_ended` answers the load
         if reading.is_read:
             self._begin_more(loading)
         elif self._primary is not None:
@@ -549,9 +554,10 @@ class CudaEngine(Engine):
             self._break(loading, error)
 
     def _begin_load(self, loading: Loading, start: int, end: int) -> None:
-        """Copy in, check and decode blocks, a chunk at a time, on two streams by turns, or on that of prefetches.
+        """Queue copy, check and decoding of a load's blocks from `start` to `end`, in chunks.
 
-        On the device all blocks are checked before any is decoded, so that vLLM is told sooner.
+        Chunks of a request's load use two streams by turns, chunks of a prefetch the stream of prefetches. Blocks read
+        in place are all checked before any is decoded, so that vLLM is told sooner.
         """
         model, later, job = self._model(), list[Decoding](), loading.job
         stagings = [self._prefetches] if job.request_id is None else self._restores
@@ -576,7 +582,7 @@ class CudaEngine(Engine):
             decoding = Decoding(codec, staging.stream, chunk, batch, codes)
             if run.in_place:
                 later.append(decoding)
-            else:  # the staging buffer is needed for the next but one
+            else:  # the next chunk but one needs the same staging buffer
                 self._decode(decoding, model)
         for one in later:
             self._decode(one, model)
@@ -587,7 +593,7 @@ class CudaEngine(Engine):
             self._stop([loading])
 
     def _runs(self, reading: Reading, start: int, end: int, staging: Staging) -> Iterator[tuple[PagedCodec, Run]]:
-        """Blocks of a load up to the first absent block, in runs with one codec and tier."""
+        """Yield a load's blocks up to the first absent block, in runs of one codec, one tier and one exact count."""
         job = reading.job
         while start < end:
             with self._lock:
@@ -609,7 +615,7 @@ class CudaEngine(Engine):
             chunk.done = stream.record_event()
 
     def _pause(self) -> None:
-        """Wait a moment for checks on the device if the model computes nothing.
+        """Wait a moment for the checks of blocks in GPU memory if the step has no compute.
 
         Otherwise vLLM would sleep longer before the next poll.
         """
@@ -630,7 +636,7 @@ class CudaEngine(Engine):
             return True
 
     def _unpin_decoded(self, loading: Loading) -> None:
-        """Let blocks of decoded chunks make room."""
+        """Unpin the blocks of decoded chunks in RAM, so that they may be evicted."""
         try:
             while self._primary is not None and not loading.broken and loading.decoded < len(loading.chunks):
                 chunk = loading.chunks[loading.decoded]
@@ -646,11 +652,11 @@ class CudaEngine(Engine):
         loading.broken = True
         self._stop([loading])
         with suppress(Exception):  # a GPU that does not even wait computes nothing either
-            for staging in self._stagings:  # begun work writes to the blocks before their next owners
+            for staging in self._stagings:  # queued work must write to the pool's blocks before their next owners do
                 torch.cuda.current_stream(self._device).wait_stream(staging.stream)
 
     def _answer_load(self, loading: Loading) -> None:
-        """Tell vLLM of the finished load. Later compute of the model waits for the decoding."""
+        """Tell vLLM of a load whose blocks are checked. Later compute of the model waits for the decoding."""
         try:
             for chunk in loading.chunks:
                 torch.cuda.current_stream(self._device).wait_event(chunk.done)
@@ -681,14 +687,14 @@ class CudaEngine(Engine):
     # -- the rest -------------------------------------------------------------------------------------
 
     def _model(self) -> torch.cuda.Event:
-        """Event behind the work queued on the model's stream."""
+        """Return an event after the work queued on the model's stream."""
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
     def _chunk(
         self, codec: PagedCodec, batch: Batch, stream: torch.cuda.Stream, nbytes: torch.Tensor | None = None
     ) -> Chunk:
-        """Return a chunk of the batch. nbytes: of each block, if known."""
+        """Return the chunk of a batch that is queued on `stream`. nbytes: bytes of each block, if known."""
         form, status, ends = codec.form(batch.exact), self._soon(batch.status), self._soon(batch.ends)
         if nbytes is None:
             nbytes = self._soon(batch.nbytes) if form.varies else torch.tensor([form.nbytes] * len(status))
@@ -696,14 +702,15 @@ class CudaEngine(Engine):
         return Chunk(status, nbytes, ends, reached, reached)
 
     def _soon(self, there: torch.Tensor) -> torch.Tensor:
-        """A copy in pinned memory, made on the current stream."""
+        """Return a copy in pinned memory, made later by the current stream."""
         here = torch.empty(there.shape, dtype=there.dtype, pin_memory=self._device.type == "cuda")
         return here.copy_(there, non_blocking=True)
 
     def _warm_up(self, forms: Sequence[int]) -> dict[str, float]:
-        """Encode and decode block 0, unused by the pool, in each codec and form on each stream.
+        """Return the seconds to decode a token, by codec of the main group. forms: counts of exact first tokens.
 
-        The first jobs then find kernels, tables and pinned memory. Return the seconds to decode a token, by codec.
+        Before, encode and decode block 0, vLLM's null block, in each codec and form on each stream. The first jobs then
+        find kernels, tables and pinned memory ready.
         """
         by_group = list(self._codecs.by_group.values())
         for codec in chain.from_iterable(by_group):
@@ -713,7 +720,7 @@ class CudaEngine(Engine):
         return {codec.format.codec: self._try(codec, self._prefetches, 0, 64) for codec in by_group[0]}
 
     def add(self, group: int, codec: PagedCodec) -> None:
-        """Read blocks of a codec too, and write them in transfers that name it. May be called on another thread."""
+        """Decode blocks of a codec, too, and encode in transfers that name the codec. Any thread may call `add`."""
         staging = Staging(max(STAGING_BYTES, codec.form(codec.layout.tokens).nbytes), self._device)
         for exact in self._forms:
             self._try(codec, staging, min(exact, codec.layout.tokens))
@@ -742,7 +749,7 @@ class CudaEngine(Engine):
 
 
 def _copy_run(run: Run, target: torch.Tensor, offsets: Numbers) -> None:
-    """Copy stored blocks, each to an offset in another buffer."""
+    """Copy stored blocks, each to an offset of `offsets` in buffer `target`, on the current stream."""
     if run.pieces:
         tos = [(Extent(start, len(target)),) for start in offsets.tolist()]
         _copy(run.tier.codes, run.extents, target, tos, run.nbytes.tolist())

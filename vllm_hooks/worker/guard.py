@@ -1,4 +1,4 @@
-"""Guard on a rank: measures the loss of codecs on KV of the served model, on a thread of its own."""
+"""Guard on a rank: measures, on a separate thread, the loss of codecs on the served model's KV."""
 
 import subprocess
 import sys
@@ -26,24 +26,25 @@ from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus
 logger = init_logger("vllm.manthan.worker")
 
 BATCH, BATCHES = 16, FIRST_BLOCKS // 16
-"""Number of blocks measured together, and of such measurements for the first verdict. Later ones use up to twice as
-many."""
+"""Number of blocks measured together, and number of such measurements for the first verdict. Later verdicts use up to
+2 * BATCHES measurements."""
 COMPILE_S = 300.0
-"""Most seconds that the server's readiness waits until kernels are compiled."""
+"""Most seconds that the server waits for the compilation of kernels before it reports that it is ready."""
 A_STEP = 4
-"""Most blocks of a step that are measured before the first verdict, so that several sessions contribute."""
+"""Most blocks measured from one step before the first verdict, so that several sessions contribute."""
 EVERY = 1000
-"""After the first verdict, one of so many stored blocks is measured."""
+"""After the first verdict, one block in EVERY stored blocks is measured."""
 LEAST_PROMPT = 128
-"""Least tokens of a step that is timed as the computation of a prompt."""
+"""Least tokens of a step whose time counts as the computation of a prompt."""
 TIMED_STEPS = 32
 
 
 class RankGuard:
-    """Measures codecs on a rank, on blocks of the main group's paged cache.
+    """Measures codecs on a rank, on blocks of the main KV cache group, whose block hashes make up sessions.
 
-    formats: the configured codec's, then the alternatives', the finest last. decode_s: by codec, seconds in which the
-    GPU's kernels decode a token; None if the CPU decodes.
+    formats: of the configured codec, then of finer codecs, the finest last. rope: RoPE of the keys; None if unknown.
+    device: of the cache. decode_s: by codec, seconds in which the GPU's kernels decode a token; None if the CPU
+    decodes.
     """
 
     def __init__(
@@ -69,21 +70,21 @@ class RankGuard:
         self._prompts = Prompts(device)
 
     def warm_up(self) -> None:
-        """With a GPU, begin to compile the CPU's kernels, while vLLM warms up. On a CPU the engine has done so."""
+        """With a GPU, begin to compile the CPU's kernels, while vLLM warms up. On a CPU the engine has done that."""
         if self._device.type != "cpu":
             target = partial(self._compile, self._formats)
             self._warm_up = threading.Thread(target=target, name="manthan-warm-up", daemon=True)
             self._warm_up.start()
 
     def wait(self) -> None:
-        """Wait until the kernels are compiled."""
+        """Wait until the kernels are compiled, COMPILE_S at most."""
         if self._warm_up is not None:
             self._warm_up.join(COMPILE_S)
             if self._warm_up.is_alive():
                 logger.warning("Manthan: the guard's kernels were not compiled in %g s.", COMPILE_S)
 
     def _compile(self, formats: Sequence[BlockFormat]) -> None:
-        """Compile into numba's cache in another process, because it holds Python's lock; then load from there."""
+        """Compile into numba's cache in another process, because compiling holds Python's lock; then load them."""
         names = [format.codec for format in formats]
         command = [sys.executable, "-m", precompile.__name__, formats[0].shape.dtype.name, *names]
         with suppress(subprocess.TimeoutExpired):
@@ -97,7 +98,7 @@ class RankGuard:
         self._prompts.begin(metadata.tokens)
 
     def submit(self, jobs: Sequence[Transfer]) -> None:
-        """Copy some blocks of these stores, on the model's stream. When BATCH are there, measure them."""
+        """Copy some blocks of these stores, on the model's stream. Once BATCH blocks are copied, measure them."""
         self._prompts.end()
         group, tokens = self._formats[0].group, self._formats[0].shape.tokens
         ours = [(job, at) for job in jobs if job.group == group for at in range(len(job))]
@@ -121,7 +122,7 @@ class RankGuard:
             return taken
 
     def take_progress(self) -> dict[int, int]:
-        """Return the number of blocks taken for the first verdict, by rank; nothing if it did not change."""
+        """Return this rank and its number of blocks taken for the first verdict; empty if the number did not change."""
         with self._lock:
             blocks = len(self._samples) + BATCH * (len(self._found) + self._is_busy)
             if self._was_judged or blocks == self._told:
@@ -130,14 +131,14 @@ class RankGuard:
             return {self._rank: blocks}
 
     def offer(self, format: BlockFormat) -> None:
-        """Measure a coarser codec, too, from now on, and forget all measurements. Compiles its kernels first."""
-        if self._device.type != "cpu":  # on a CPU the engine has done so
+        """Compile the kernels of a coarser codec, forget all measurements, and measure this codec, too, from now on."""
+        if self._device.type != "cpu":  # on a CPU the engine has compiled them
             self._compile([format])
         self._formats = [format, *self._formats]
         self.reset()
 
     def reset(self) -> None:
-        """Forget all measurements, because the weights are new."""
+        """Forget all measurements, because weights or codecs are new."""
         with self._lock:
             self._age += 1
             self._found.clear()
@@ -164,7 +165,7 @@ class RankGuard:
         except NothingToMeasureError:
             self._is_busy = False
             return
-        except Exception as error:  # whatever fails, the finest codec is used meanwhile
+        except Exception as error:  # after any failure the finest codec is used
             logger.warning("Manthan: the codecs' loss on this model's KV cannot be measured: %s", error)
         with self._lock:
             self._is_busy = False
@@ -185,7 +186,7 @@ class RankGuard:
 
 
 class Prompts:
-    """Seconds in which the model computes a prompt's token: the least of the first TIMED_STEPS steps; 0 until known."""
+    """Times steps. seconds: for a prompt's token, the least of the first TIMED_STEPS large steps; 0 until known."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cpu = device.type == "cpu"

@@ -57,9 +57,9 @@ class GroupCache:
 
     Args:
         layers: memory of the layers that the codec encodes; of all layers if the group is stored as bytes.
-        forms: formats of the compressed blocks: of the configured codec, then of the guard's alternatives.
-        exacts: possible numbers of exact first tokens of a block.
-        beside: memory of the other layers of a group, which are stored as bytes.
+        forms: formats of the compressed blocks: of the group's codec, then of the finer codecs that the guard may use.
+        exacts: possible counts of exact (losslessly stored) tokens at the begin of a block.
+        beside: memory of the group's remaining layers, which are stored as bytes.
         rope: RoPE of the keys; None if unknown, or for latents.
     """
 
@@ -81,7 +81,7 @@ class GroupCache:
 
     @property
     def measured(self) -> tuple[PagedMemory, list[BlockFormat]]:
-        """Memory and formats for the guard: without layers stored as bytes, unless the latents' scales are there."""
+        """Memory and formats for the guard: without layers stored as bytes, unless these have the latents' scales."""
         if self.shape.is_raw or (self.shape.scales and self.shape.scales.place):
             return self.memory, [*self.forms]
         forms = [form.without_bytes() for form in self.forms]
@@ -101,7 +101,7 @@ class GroupCache:
 
 
 def running_half() -> "WorkerHalf":
-    """Return this process's worker half, also if vLLM's MultiConnector has several connectors."""
+    """Return this process's worker half, also if Manthan is one of several connectors in vLLM's MultiConnector."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()
@@ -111,13 +111,13 @@ def running_half() -> "WorkerHalf":
 
 
 def get_ready(worker: Any) -> None:
-    """Wait in a worker until kernels are compiled. The server reports that it is ready only afterwards."""
+    """Wait in a worker until the guard's kernels are compiled. Only then does the server report that it is ready."""
     if (guard := running_half().guard) is not None:
         guard.wait()
 
 
 def groups_of_worker(worker: Any) -> Groups:
-    """Return the KV cache groups as this worker found them; see `WorkerHalf._is_found`."""
+    """Return the KV cache groups, as bytes where this worker found no layout; see `WorkerHalf._is_found`."""
     return running_half().groups
 
 
@@ -133,10 +133,10 @@ class WorkerHalf:
         self.calibrator: Calibrator | None = None
         self._candidate: Candidate | None = None
         self._server: PeerServer | None = None
-        """Offers this rank's blocks to ranks that have the same; None if there are none."""
+        """Serves stored blocks to higher ranks with the same shard; None if there are none, or a lower rank serves."""
 
     def _know_groups(self, as_bytes: Container[int] = ()) -> None:
-        """Take note of the KV cache groups. as_bytes: see `groups_of`."""
+        """Take note of the KV cache groups. as_bytes: indices of groups to store as bytes."""
         self.groups = groups_for(self._vllm_config, self._kv_cache_config, as_bytes)
         self._config = config_for(self._vllm_config, self.groups)
         self._sharding = Sharding.of(self._vllm_config, self.groups)
@@ -183,7 +183,7 @@ class WorkerHalf:
     def _offer(self, profile: Profile, namespace: str, cache: GroupCache) -> None:
         """Save a profile made from traffic, and have the guard try it. Called on the calibrator's thread.
 
-        cache: of the main group. Raises UnsupportedError for a GPU with too little free memory.
+        cache: of the main group. namespace: see `fingerprint`. Raises UnsupportedError without enough free memory.
         """
         group, path = self.groups.main, Path(settings(self._vllm_config)[CALIBRATES]).with_suffix(f".{os.getpid()}")
         profile.save(path)
@@ -217,9 +217,10 @@ class WorkerHalf:
         return taken
 
     def of_this_rank(self, metadata: ManthanMetadata) -> ManthanMetadata:
-        """Return the message with tokens counted as this rank's states.
+        """Return the message with counts and positions of tokens replaced by those of this rank's states.
 
-        With context parallelism it has only some tokens, and in some layers a state is of several.
+        A state is a layer's entry in the cache. With context parallelism a rank has only some tokens' states. In some
+        layers a state is of several tokens.
         """
         if not self._counted:
             return metadata
@@ -243,10 +244,10 @@ class WorkerHalf:
         return probe_layers(caches, modules, self._kv_cache_config.num_blocks, shape)
 
     def _is_found(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> bool:
-        """False if the group should be coded, but this worker cannot find its layout in memory.
+        """Return False if a codec should encode the group, but this worker cannot find the group's layout in memory.
 
-        Only groups with latents, or with layers stored as bytes, are tried: their attention may write in its own way.
-        The scheduler half asks the workers for the groups that are stored as bytes for this reason.
+        Only groups with latents, or with layers stored as bytes, are tried, because their attention may write in an
+        unusual way. The scheduler half asks the workers which groups are therefore stored as bytes.
         """
         if group.beside is None and not group.latent:
             return True
@@ -255,14 +256,14 @@ class WorkerHalf:
             if not layers[0].rows.is_cpu:
                 beside = self._layers(group.beside, kv_caches) if group.beside else ()
                 paged_layout(layers, memory.block_shape(group), beside).raw()  # raises if kernels cannot address it
-        except Exception as error:  # a backend raises anything
+        except Exception as error:  # a backend may raise any exception
             why = f"its layout cannot be found: {type(error).__name__}: {error}"
             logger.warning("Manthan: KV cache group %d is stored as bytes, because %s", group.index, why)
             return False
         return True
 
     def _cache(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor], namespace: str) -> GroupCache:
-        """Return the cache of a group. namespace: see `fingerprint`. Raises ConfigError."""
+        """Return the cache of a group. namespace: of a disk or Redis, see `fingerprint`. Raises ConfigError."""
         config, layers = self._config.codec, self._layers(group, kv_caches)
         beside = self._layers(group.beside, kv_caches) if group.beside else ()
         is_main = group.index == self.groups.main.index
@@ -271,13 +272,13 @@ class WorkerHalf:
             return GroupCache(layers, [self._format(codec, group, NO_FACTS, namespace)], [0])
         group = replace(group, layers=len(layers))  # layers that share a cache count once
         rope, codecs = None, (codec, *finer_codecs(codec))
-        if not group.latent and group.context.ranks == 1:  # else a rank's consecutive tokens are not so in the session
+        if not group.latent and group.context.ranks == 1:  # else a rank's next token is not the session's next
             rope = running_rope(self._vllm_config, group.spec.head_size, takes_facts(config.name), group.names)
         forms = [self._format(each, group, self._facts(each, group, rope), namespace) for each in codecs]
         return GroupCache(layers, forms, sorted(memory.exact_counts(config, group).values()), beside, rope)
 
     def _facts(self, codec: str, group: KvCacheGroup, rope: Rope | None) -> ModelFacts:
-        """Return the facts for the codec. Raises ConfigError for an unsuitable profile."""
+        """Return the model's facts that the codec needs, such as RoPE. Raises ConfigError for an unsuitable profile."""
         if not takes_facts(codec):
             return NO_FACTS
         if not needs_profile(codec):
@@ -286,7 +287,7 @@ class WorkerHalf:
         return ModelFacts(rope, memory.rank_facts(profile, group, parallel.rank, parallel.world_size).profile)
 
     def _format(self, codec: str, group: KvCacheGroup, facts: ModelFacts, namespace: str) -> BlockFormat:
-        """Return a format with a fingerprint. Raises ConfigError."""
+        """Return the format of a group's blocks in a codec, with a fingerprint. Raises ConfigError."""
         facts = memory.with_states(codec, group, facts)
         try:
             mark = fingerprint(self._vllm_config, group, codec, namespace, facts, self._sharding)
@@ -298,8 +299,8 @@ class WorkerHalf:
     def _engine(self, groups: Mapping[int, GroupCache], store: Tier | None, keeps: bool) -> Engine:
         """Return the engine: on the GPU; or on the CPU's cores, for a cache in the CPU's memory or a GPU's.
 
-        groups: the main group first. store: the rank's tiers that outlive the engine, or are another rank's; None if
-        there are none. keeps: see Engine.
+        groups: the main group first. store: tiers that outlive the engine, or that another rank has; None without
+        either. keeps: see Engine.
         """
         tiers, codec, ranks = self._config.tiers, self._config.codec, self._kept.shards
         tier_bytes, fails_whole = TierBytes.of_a_rank(tiers, ranks), bool(self.groups.at_points)
@@ -311,7 +312,7 @@ class WorkerHalf:
 
             if store is not None:
                 tier_bytes = TierBytes(0, max(front, PRIMARY_BYTES))
-            last = None if codec.guard or store is not None else 1  # an engine before may have had a guard
+            last = None if codec.guard or store is not None else 1  # an earlier engine may have used a finer codec
             codecs = {index: each.paged_codecs(each.forms[:last]) for index, each in groups.items()}
             on_device = Slab.on_device(tier_bytes.device, device) if tier_bytes.device else None
             on_host = Slab.pinned(tier_bytes.host, device) if tier_bytes.host else None
@@ -331,7 +332,7 @@ class WorkerHalf:
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:
-    """Return "cuda" or "numpy": `wanted`, or for auto the choice for the KV cache's device.
+    """Return "cuda" or "numpy": `wanted`, or if that is "auto" the choice for the KV cache's device.
 
     If a GPU shares the CPU's memory (GB10), the CPU encodes, so that the model has the GPU alone.
     """
@@ -342,7 +343,7 @@ def codec_backend(wanted: str, device: torch.device) -> str:
 
 
 def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCodec:
-    """Return the codec of a GPU. Raises UnsupportedError for a missing codec, or unusable kernels."""
+    """Return a GPU's codec for a format. Raises UnsupportedError for a missing codec, or if kernels are unusable."""
     from manthan.codec.gpu.k3v3_codec import K3v3PagedCodec
     from manthan.codec.gpu.klt_codec import KltPagedCodec
     from manthan.codec.gpu.nvrtc import CompileError

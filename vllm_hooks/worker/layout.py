@@ -1,7 +1,7 @@
 """Layout of keys and values, or latents (MLA), inside a block, found by a probe of the attention backend.
 
-At start, the backend's own operation writes the number of each element into a block that nothing uses yet: one digit in
-base 256 at a time, because every dtype but fp8 holds 0 to 255 exactly. For fp8 it is one bit at a time.
+At start, the backend's own operation writes each element's index into a block that nothing uses yet. Each write has one
+digit of the indices in base 256, because every dtype but fp8 holds 0 to 255 exactly. For fp8, each write has one bit.
 """
 
 import math
@@ -23,7 +23,7 @@ Index = NDArray[np.int64]
 
 SCRATCH_BLOCK = 1  # block 0 is vLLM's null block; no request owns any block yet
 ONE = 16.0
-"""Number written for a bit of 1 in fp8. No usual scale of a layer makes it 0."""
+"""Number written for a bit of 1 in fp8. Divided by any usual scale of a layer, the number does not become 0."""
 NOWHERE: Index = np.empty(0, np.int64)  # positions in blocks that are stored as bytes
 
 
@@ -31,7 +31,8 @@ class Layer(NamedTuple):
     """Cache of a layer, and the positions of a block's keys and values.
 
     rows: [blocks, elements] in the order of memory; fp8 as uint8. keys, values: positions in a row, in the order head,
-    token, element; with latents, of the part of the key with RoPE, and of the latents' pieces.
+    token, element. With latents, keys are of the key's part with RoPE, and values of the latents, cut into pieces
+    instead of heads.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Layer(NamedTuple):
 def probe_layers(
     caches: Mapping[str, torch.Tensor], modules: Mapping[str, Any], num_blocks: int, shape: BlockShape
 ) -> list[Layer]:
-    """Return the layers that have a cache of their own, because in some models layers share one.
+    """Return one layer for each distinct cache, because in some models several layers share a cache.
 
     caches, modules: by name of the layer, the paged cache [blocks, ...] and vLLM's attention module. shape: of a block;
     the number of layers is ignored. Raises UnsupportedError for a layout that the probe cannot find.
@@ -72,8 +73,9 @@ def placed_layers(
 ) -> list[Layer]:
     """Return layers as bytes of vLLM's allocation, at the addresses that vLLM's configuration says.
 
-    caches, nbytes, starts: by name of the layer, vLLM's view or views of its cache, bytes of a block, and their offset
-    in it if not 0. Raises UnsupportedError if a view does not begin at that address.
+    caches, nbytes, starts: by name of the layer, vLLM's view or views of the layer's cache, number of bytes to store of
+    each block, and offset of these bytes in the block, 0 if absent. Raises UnsupportedError if a view begins at a
+    different address.
     """
     places = {name: (each, at) for each in config.kv_cache_tensors for at, name in enumerate(each.layers)}
     layers = []
@@ -94,9 +96,9 @@ def placed_layers(
 
 
 def rows_of(layers: Sequence[Layer], shape: BlockShape) -> list[Layer]:
-    """Return the layers with the positions of latents and RoPE's part, which stand in a row for each token.
+    """Return the layers with positions of bytes: each token has a row, with the latent's bytes and then RoPE's part.
 
-    No probe is needed: `BlockShape.scales` is such a layout, byte for byte.
+    No probe is needed, because the layout of a shape with `BlockShape.scales` is known byte for byte.
     """
     places = np.arange(shape.tokens * (shape.latent + shape.head_dim)).reshape(shape.tokens, -1)
     latents = places[:, : shape.latent].reshape(shape.tokens, -1, shape.coded_dim).swapaxes(0, 1)
@@ -105,7 +107,10 @@ def rows_of(layers: Sequence[Layer], shape: BlockShape) -> list[Layer]:
 
 
 def paged_layout(layers: Sequence[Layer], shape: BlockShape, beside: Sequence[Layer] = ()) -> PagedLayout:
-    """Return the layout of layers for GPU kernels. Raises UnsupportedError if vectors are not at regular distances."""
+    """Return the layout of layers for GPU kernels. Raises UnsupportedError unless vectors are at regular distances.
+
+    beside: layers stored as bytes in the same compressed blocks.
+    """
     first = layers[0]
     keys, values = _run(first.keys, shape.numbers), _run(first.values, shape.value_numbers)
     alike = all(
@@ -135,7 +140,7 @@ def paged_layout(layers: Sequence[Layer], shape: BlockShape, beside: Sequence[La
 
 
 class _Strides(NamedTuple):
-    """Positions of vectors in a block: the first, and the distances to the next head and to the next token."""
+    """Positions of vectors in a block, in elements. at: first vector's. head_stride, token_stride: distances."""
 
     at: int
     head_stride: int

@@ -1,10 +1,10 @@
-"""RAM that a GPU reads and writes directly, pinned piece by piece on a thread, so that nothing waits for the whole.
+"""Pinned RAM, which a GPU reads and writes directly. A thread pins piece by piece, so that no caller waits for all.
 
-The thread begins with the first served step. Before, vLLM captures CUDA graphs, and pinning memory would make the
-driver break off a capture.
+The thread begins with the first served step. Earlier, vLLM captures CUDA graphs, and the driver would break off a
+capture if memory were pinned meanwhile.
 
-Most of the time to pin is the system's, to give and clear pages. Huge pages (`madvise`) need 512 times fewer steps.
-They are requested and written before the call of the driver, because a copy may need the driver's locks meanwhile.
+Most of the time goes to the operating system, which gives and clears pages. Huge pages (`madvise`) are 512 times fewer.
+Pages are written before the driver pins them, because a copy may need the driver's locks meanwhile.
 """
 
 import mmap
@@ -31,9 +31,9 @@ PAGE, HUGE = 4096, 2 << 20
 class PinnedRam:
     """Pinned RAM. nbytes: final size. device: GPU.
 
-    Each piece is pinned separately, and the driver refuses a copy across pieces. Between two pieces lies an unused
-    GRANULE. The first piece is pinned at once, all further pieces after `start`. Raises ConfigError if the first cannot
-    be pinned.
+    Each piece is pinned separately, and the driver refuses a copy across pieces. An unused GRANULE between two pieces
+    keeps extents apart. The first piece is pinned at once, all further pieces after `start`. Raises ConfigError if the
+    first piece cannot be pinned.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -55,11 +55,11 @@ class PinnedRam:
 
     @property
     def spans(self) -> Sequence[Extent]:
-        """Pinned extents."""
+        """Extents of `codes` that are pinned so far."""
         return self._spans[: self._pinned]
 
     def start(self) -> None:
-        """Pin the rest in the background, unless begun."""
+        """Pin the remaining pieces on a thread, unless a call did so before."""
         if self._thread is None and not self.is_whole:
             size = human_bytes(self.nbytes)
             logger.info(f"Manthan: pinning {size} of RAM for compressed blocks; pinned parts are used already")
@@ -71,11 +71,11 @@ class PinnedRam:
         return self._pinned == len(self._spans)
 
     def close(self) -> None:
-        """Wait for pinning, then unpin all. The object is of no use afterwards."""
+        """Stop pinning after the current piece, and unpin all pieces. The object is of no use afterwards."""
         self._stopped = True
         self.wait()
         for at in range(self._pinned):
-            with suppress(RuntimeError):  # of an unresponsive GPU
+            with suppress(RuntimeError):  # the GPU does not respond
                 torch.cuda.cudart().cudaHostUnregister(self._piece_of(at).data_ptr())
         self._spans, self._pinned = [], 0
         self.codes = torch.empty(0, dtype=torch.uint8)
@@ -88,7 +88,7 @@ class PinnedRam:
         size, began = human_bytes(self.nbytes), time.monotonic()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            with suppress(ImportError):  # cuda-bindings are not there, and graphs are captured already
+            with suppress(ImportError):  # without cuda-bindings: graphs are captured already
                 from cuda.bindings import runtime
 
                 relaxed = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
@@ -109,7 +109,7 @@ class PinnedRam:
 
     def _pin(self, number: int) -> None:
         piece = self._piece_of(number)
-        piece.numpy()[::PAGE] = 0  # the system gives the pages now, not within the driver
+        piece.numpy()[::PAGE] = 0  # the system gives the pages now, not inside the driver's call
         compat.pin(piece)
         self._pinned = number + 1
 
@@ -119,7 +119,7 @@ class PinnedRam:
 
 
 def _pages(nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes], huge pages if the system has some. Raises OSError."""
+    """Return unpinned memory, uint8 [nbytes], in huge pages if the system has some. Raises OSError."""
     pages = mmap.mmap(-1, nbytes + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)

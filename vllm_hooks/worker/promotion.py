@@ -1,4 +1,4 @@
-"""Tier in pinned RAM in front of a secondary tier: brings in blocks for loads, and evicts them again."""
+"""Pinned RAM as the primary tier in front of a disk or Redis, the secondary tier: brings in blocks for loads."""
 
 import threading
 from collections import Counter
@@ -16,10 +16,11 @@ from manthan.vllm_hooks.worker.slabs import Name, Slab, Stored
 
 @dataclass(eq=False)
 class Reading:
-    """Part of a load in the primary tier. there: number of the load's first blocks in the tier.
+    """Progress of a load in the primary tier. there: number of the load's first blocks that are in the tier.
 
-    group: the blocks' group in the tier. unpinned: number of blocks free to leave the tier. failed: cause by index in
-    the job of unreadable blocks. is_read: no more blocks will come. is_stopped: no caller needs further blocks.
+    group: number for the blocks' names in the tier; negative for blocks of this load only. unpinned: number of the
+    load's first blocks that may leave the tier. failed: causes of unreadable blocks, by index in the job. is_read: True
+    if no more blocks will come. is_stopped: True if no caller needs further blocks.
     """
 
     job: Transfer
@@ -34,9 +35,9 @@ class Reading:
 class Primary:
     """Keeps the most recently used blocks in the tier. Evicted blocks remain in the secondary tier.
 
-    look_into: see `Codecs.look_into`. lock: of the tier. No bytes are copied while the lock is held. erase: begins to
-    erase freed bytes, and returns the event after the erasure. keeps: False if another rank stores the blocks. Because
-    it may replace them, each load then reads its own, and drops them.
+    slab: the tier. look_into: see `Codecs.look_into`. lock: of the tier. No bytes are copied while the lock is held.
+    erase: begins to erase freed bytes, and returns the event after the erasure. keeps: False if another rank stores the
+    blocks. Each load then reads its own copies and drops them, because the storing rank may replace blocks.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class Primary:
     ) -> None:
         self._slab, self._look_into, self._lock, self._erase, self._keeps = slab, look_into, lock, erase, keeps
         self.pins: Counter[Name] = Counter()
-        """Blocks in a load."""
+        """Number of loads that use a block. Blocks in use are not evicted."""
 
     def evict(self, nbytes: int, count: int) -> bool:
-        """Drop the least recently used blocks. Return True if `count` blocks of `nbytes` bytes have room.
+        """Drop the least recently used blocks, if need be. Return True if `count` blocks of `nbytes` bytes have room.
 
         A little more is dropped, because erasing several blocks together costs little.
         """
@@ -65,7 +66,7 @@ class Primary:
         return arena.used <= most
 
     def begin(self, job: Transfer) -> tuple[Reading, list[bool]]:
-        """Pin a load's blocks, if all are present. Return True for each present block."""
+        """Pin a load's blocks if all are in the tier. Return the load's progress, and True for each block there."""
         group = job.group if self._keeps else -1 - job.job_id
         names = [(group, key) for key in job.block_hashes]
         with self._lock:
@@ -75,7 +76,7 @@ class Primary:
         return Reading(job, group, len(job) if all(near) else 0, is_read=all(near)), near
 
     def unpin(self, reading: Reading, end: int) -> None:
-        """Unpin blocks of a load up to `end`, exclusive."""
+        """Unpin a load's blocks up to index `end`, exclusive."""
         with self._lock:
             for key in reading.job.block_hashes[reading.unpinned : end]:
                 name = reading.group, key
@@ -88,7 +89,7 @@ class Primary:
             self._lock.notify_all()
 
     def read(self, reading: Reading, near: Sequence[bool], secondary: Tier) -> None:
-        """Read a load's blocks into the tier, in order. near: True for each block already present."""
+        """Read a load's blocks into the tier, in order, and pin each. near: as `begin` returned."""
         job, at, failed = reading.job, 0, dict[int, str]()
         far = [n for n, is_near in enumerate(near) if not is_near]
         try:
@@ -119,7 +120,7 @@ class Primary:
                 self._lock.notify_all()
 
     def _is_there(self, reading: Reading, name: Name) -> bool:
-        """Pin a block if present, and return True then. Raises CancelledError."""
+        """Pin a block if the tier has the block, and return True then. Raises CancelledError if the load is stopped."""
         with self._lock:
             if reading.is_stopped:
                 raise CancelledError
@@ -128,7 +129,7 @@ class Primary:
             return is_there
 
     def _bring(self, reading: Reading, key: bytes, buf: Buffer) -> str | None:
-        """Copy a block into the tier when the tier has room, and pin the block. Return the cause for a bad block."""
+        """Wait for room in the tier, copy a block there, and pin the block. Return the cause for a bad block."""
         told, name = self._look_into(reading.job.group, buf), (reading.group, key)
         if isinstance(told, str):
             return told

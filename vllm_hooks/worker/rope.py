@@ -1,4 +1,4 @@
-"""RoPE of the running model, from the model's configuration, if vLLM's own tables of cosines and sines agree."""
+"""RoPE of the running model: from the model's configuration, checked against vLLM's tables of cosines and sines."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ Angles in float32 change a cosine by about 1e-3 at the last position."""
 
 
 def running_rope(vllm_config: VllmConfig, head_dim: int, tell: bool = True, layers: Sequence[str] = ()) -> Rope | None:
-    """Return the RoPE of these layers, or of all; None without one, for several, or if vLLM's tables differ.
+    """Return the RoPE of some layers; None if they have no or several RoPEs, or if vLLM's tables differ.
 
     tell: True to log a warning with the reason for None. layers: vLLM's names of the layers; empty for all.
     """
@@ -30,7 +30,7 @@ def running_rope(vllm_config: VllmConfig, head_dim: int, tell: bool = True, laye
     modules = rotary_modules(head_dim)
     found = {_rope_of(vllm_config, module, kind) for module in modules}
     if kind:
-        found.discard(None)  # modules of the other kinds of layers do not match this kind's parameters
+        found.discard(None)  # modules for further kinds of layers do not match this kind's parameters
     rope = found.pop() if len(found) == 1 else None
     if rope is None and tell:
         why = "vLLM's RoPE differs from the model's configuration" if modules else "vLLM has made no RoPE"
@@ -42,7 +42,7 @@ def running_rope(vllm_config: VllmConfig, head_dim: int, tell: bool = True, laye
 def layer_type(config: Any, layers: Sequence[str]) -> str:
     """Return the kind of these layers in `layer_types` of a Transformers configuration, such as sliding_attention.
 
-    Empty if the layers have several kinds, or if all kinds of layers have the same RoPE.
+    Empty if these layers have several kinds or none, or if the configuration has no RoPE parameters for their kind.
     """
     kinds, parameters = getattr(config, "layer_types", None) or (), getattr(config, "rope_parameters", None) or {}
     numbers = [int(found[1]) for name in layers if (found := re.search(r"\blayers\.(\d+)\.", name))]

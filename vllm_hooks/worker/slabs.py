@@ -1,4 +1,4 @@
-"""Memory of compressed blocks with a GPU: pinned RAM, a region of GPU memory, and staging buffers."""
+"""Memory for compressed blocks if the codec runs on a GPU: pinned RAM, a region of GPU memory, and staging buffers."""
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -18,18 +18,19 @@ from manthan.vllm_hooks.worker.pinned import PinnedRam
 Name = tuple[int, bytes]
 """KV cache group and block hash."""
 Places = Sequence[tuple[Extent, ...]]
-"""Extents of each block."""
+"""Extents of each block. An extent is a run of addresses in a buffer."""
 Numbers = npt.NDArray[np.int64]
 START, NBYTES, EXACT, FIRST_TOKEN, MARK, CODEC, PIECES = range(7)
-"""Rows of a tier's table: as in `Stored`, and the number of a block's extents."""
+"""Rows of a tier's table, which has a column for each block: as in `Stored`, START of the first extent, and PIECES, the
+number of extents."""
 
 
 class Stored(NamedTuple):
     """Encoded block in a tier.
 
-    extents: memory of the block; several only if no hole was large enough. exact, first_token, mark: as in the storing
-    transfer; the header is checked against them. codec: number of the codec, by the encoder's count. inner: ends of all
-    parts but the last, of a block with refinements.
+    extents: memory of the block; several only if no hole was large enough. exact: number of exact first tokens.
+    first_token, mark: as in the storing transfer. The header is checked against all three. codec: number of the codec,
+    see `Codecs.number`. inner: of a block with refinements, which add precision, the ends of all parts but the last.
     """
 
     extents: tuple[Extent, ...]
@@ -42,11 +43,11 @@ class Stored(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Stored blocks handled together, with equally many exact first tokens.
+    """Stored blocks of one tier handled together, with the same codec and number of exact first tokens.
 
-    in_place: True to use the blocks in the tier, without a staging buffer. starts, nbytes, first_tokens, marks: int64
-    [n], each block's offset in the tier, size, position in the session, and mark. pieces: extents of blocks with
-    several, by index in the run.
+    in_place: True to decode the blocks in the tier, without a staging buffer. starts, nbytes, first_tokens, marks:
+    int64 [n], each block's offset in the tier, size, first token's position in the session, and mark. pieces: extents
+    of blocks with several extents, by index in the run. codec: see `Codecs.number`.
     """
 
     tier: "Slab"
@@ -60,7 +61,7 @@ class Run(NamedTuple):
     codec: int = 0
 
     def part(self, start: int, end: int) -> "Run":
-        """Return the blocks from `start` to `end`."""
+        """Return the run of blocks `start` to `end`, exclusive."""
         some = slice(start, end)
         pieces = {at - start: extents for at, extents in self.pieces.items() if start <= at < end}
         arrays = self.starts[some], self.nbytes[some], self.first_tokens[some], self.marks[some]
@@ -76,16 +77,16 @@ class Run(NamedTuple):
 class Slab:
     """Tier of a rank: encoded blocks in a buffer, least recently used first.
 
-    codes: uint8 [nbytes]. A byte is free, taken (a block is being written), or part of a stored block. Facts of a block
-    are a column of an array, so that those of thousands of blocks are read at once.
+    codes: the buffer, uint8 [nbytes]. A byte is free, taken (a block is being written), or part of a stored block. The
+    facts of a block are a column of an array, so that the facts of thousands of blocks are read at once.
     """
 
     def __init__(self, codes: torch.Tensor, ram: PinnedRam | None = None) -> None:
-        """ram: pinned RAM around `codes`, still to be pinned in part."""
+        """ram: RAM of `codes`, pinned in part so far; None for GPU memory."""
         self.codes, self._ram = codes, ram
         self.arena = Arena(0 if ram else len(codes))
         self.freed: list[Extent] = []
-        """Free extents, to be erased before the next write."""
+        """Freed extents whose bytes are not erased yet."""
         self._spans = 0
         self._columns: OrderedDict[Name, int] = OrderedDict()
         self._table = np.zeros((PIECES + 1, 0), np.int64)
@@ -96,7 +97,7 @@ class Slab:
 
     @classmethod
     def on_device(cls, max_bytes: int, device: torch.device) -> "Slab":
-        """Return a slab of GPU memory, allocated now; raises ConfigError without enough memory."""
+        """Return a slab of GPU memory, allocated now. Raises ConfigError without enough memory."""
         try:
             return cls(torch.zeros(max_bytes, dtype=torch.uint8, device=device))
         except torch.OutOfMemoryError:
@@ -113,12 +114,12 @@ class Slab:
         return cls(ram.codes, ram)
 
     def start(self) -> None:
-        """Note the first use."""
+        """Begin to pin the rest of the RAM, if any. Called in every step."""
         if self._ram is not None:
             self._ram.start()
 
     def grow(self) -> None:
-        """Add newly pinned memory."""
+        """Add newly pinned RAM to the arena."""
         if self._ram is not None:
             for span in self._ram.spans[self._spans :]:
                 self.arena.join(span)
@@ -132,7 +133,7 @@ class Slab:
         return {name: self._facts(column) for name, column in self._columns.items()}
 
     def stored(self, name: Name) -> Stored | None:
-        """Return a block's facts."""
+        """Return a block's facts; None if the tier has no such block."""
         column = self._columns.get(name)
         return None if column is None else self._facts(column)
 
@@ -166,9 +167,10 @@ class Slab:
             self._table[:, columns] = np.array(rows, np.int64).T
 
     def run(self, group: int, keys: Sequence[bytes], in_place: bool) -> Run | None:
-        """Return the first block and those behind it with the same codec and number of exact tokens; None if absent.
+        """Return the run of the first block: the next blocks too, while present, of equal codec and exact count.
 
-        To be read in place, all of them have one extent, or all have several.
+        Return None if the first block is absent. in_place: True to read blocks in the tier if possible. The run then
+        has either only blocks with one extent, read in place, or only blocks with several.
         """
         columns = list(map(self._columns.get, zip(repeat(group), keys)))
         there = np.array(columns[: columns.index(None)] if None in columns else columns, np.int64)
@@ -186,12 +188,12 @@ class Slab:
         return Run(self, in_place and not pieces, int(found[EXACT, 0]), *arrays, pieces, int(found[CODEC, 0]))
 
     def used(self, group: int, keys: Iterable[bytes]) -> None:
-        """Note the use of present blocks."""
+        """Make present blocks the most recently used, the last of `keys` most of all."""
         for key in keys:
             self._columns.move_to_end((group, key))
 
     def oldest(self, others: Container[Name] = ()) -> Name | None:
-        """Return the least recently used block outside of `others`."""
+        """Return the least recently used block that is not in `others`; None without one."""
         return next((name for name in self._columns if name not in others), None)
 
     def write(self, extents: Iterable[Extent], buf: Buffer) -> None:
@@ -231,11 +233,11 @@ class Slab:
                 self._table[[NBYTES, PIECES], column] = inner[parts - 1], len(kept)
 
     def clear(self) -> None:
-        """Remove all blocks; taken bytes stay taken."""
+        """Remove all blocks. The bytes of blocks being written stay taken."""
         self.drop(list(self._columns))
 
     def free(self, extents: Sequence[Extent]) -> None:
-        """Free extents, or parts of them. The next taker has them erased before."""
+        """Free extents, or parts of extents. The engine erases `freed` before the next write."""
         self.arena.free(extents)
         self.freed += extents
 
@@ -243,14 +245,14 @@ class Slab:
         return self._pieces.get(column) or (Extent(start, room(nbytes)),)
 
     def release(self) -> None:
-        """Unpin RAM; the tier is of no use afterwards."""
+        """Unpin the RAM if any, and give the buffer up. The tier is of no use afterwards."""
         if self._ram is not None:
             self._ram.close()
         self.codes = self.codes[:0]
 
 
 class Demotion(NamedTuple):
-    """Block moving from the device to the host to make room, with bytes still to copy."""
+    """Block that moves from the device to the host to make room. Its `nbytes` bytes are still to be copied."""
 
     name: Name
     source: tuple[Extent, ...]
@@ -267,11 +269,11 @@ class Taken(NamedTuple):
 
 
 class Slabs:
-    """Tiers of a rank, fastest first: the device, the host, or the device with the host behind.
+    """Tiers of a rank, fastest first: GPU memory (device), pinned RAM (host), or GPU memory with RAM behind.
 
     New blocks go to the first tier. When the device is full, the least recently used blocks move to the host. If the
     move frees too little, because the rest is still being written, new blocks go to the host at once. The manager never
-    promises more than `TierBytes.usable` bytes of both together.
+    reserves more than `TierBytes.usable` bytes of both together.
     """
 
     def __init__(self, device: Slab | None, host: Slab | None) -> None:
@@ -280,7 +282,7 @@ class Slabs:
         self.first = self.all[0]
 
     def take(self, nbytes: int, count: int) -> tuple[list[Taken], list[Demotion]]:
-        """Return room for `count` new blocks, as far as they fit, and the copies to make before the room is used."""
+        """Return room for up to `count` new blocks, all that fit, and the demotions to copy before the room is used."""
         for tier in self.all:
             tier.grow()
         arena, demotions = self.first.arena, list[Demotion]()
@@ -297,13 +299,13 @@ class Slabs:
         """Return the run of the first of these blocks; None if the first is in no tier."""
         for tier in self.all:
             if (run := tier.run(group, keys, tier is self.device)) is not None:
-                if len(self.all) > 1:  # where nothing moves down, the order does not matter
-                    tier.used(group, reversed(keys[: len(run.starts)]))  # tails move down first
+                if len(self.all) > 1:  # a single tier demotes no block, and `Primary` notes uses itself
+                    tier.used(group, reversed(keys[: len(run.starts)]))  # a session's last blocks move down first
                 return run
         return None
 
     def put(self, tier: Slab, blocks: Mapping[Name, Stored]) -> None:
-        """Enter blocks into the tier of their room, and drop older copies from all tiers."""
+        """Enter blocks into the tier in which they have room, and drop older copies from all tiers."""
         for other in self.all:
             other.drop([name for name in blocks if name in other])
         tier.put(blocks)
@@ -321,7 +323,7 @@ class Slabs:
             tier.clear()
 
     def _demote(self, demotions: list[Demotion]) -> bool:
-        """Move the device's oldest block to the host. Return True if there was a block, and room."""
+        """Move the device's least recently used block to the host. Return False without a block or room there."""
         if self.host is None or self.host is self.first or (name := self.first.oldest()) is None:
             return False
         stored = self.first.stored(name)
@@ -336,7 +338,7 @@ class Slabs:
 
 
 class Staging:
-    """Buffer on the device, and the stream of all jobs that use it. codes: compressed blocks, uint8 [nbytes]."""
+    """Buffer in GPU memory, and the stream of all jobs that use the buffer. codes: the buffer, uint8 [nbytes]."""
 
     def __init__(self, nbytes: int, device: torch.device, priority: int = 0) -> None:
         self.codes = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -344,7 +346,7 @@ class Staging:
         self._places: dict[int, list[tuple[Extent]]] = {}
 
     def places(self, nbytes: int) -> Sequence[tuple[Extent]]:
-        """Consecutive extents for blocks of `nbytes`, as many as fit."""
+        """Return consecutive extents of `nbytes` bytes, one for each block that fits into the buffer."""
         if nbytes not in self._places:
             fit = range(len(self.codes) // nbytes)
             self._places[nbytes] = [(Extent(n * nbytes, nbytes),) for n in fit]
@@ -364,7 +366,7 @@ def pieces(sources: Places, targets: Places, nbytes: Sequence[int]) -> torch.Ten
 
 
 def _pieces(source: tuple[Extent, ...], target: tuple[Extent, ...], left: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the copies that move one block. Each ends where an extent of the source or of the target ends."""
+    """Yield the copies that move one block. Each copy ends where an extent of the source or the target ends."""
     froms, tos = iter(source), iter(target)
     (at, here), (to, there) = next(froms), next(tos)
     while left:

@@ -1,4 +1,4 @@
-"""Weights of a model: a digest of the tensors read by the loader, and a digest of the tensors in memory."""
+"""Digests of a model's weights: of the tensors that the loader reads, and of the tensors in memory."""
 
 import hashlib
 import json
@@ -17,22 +17,23 @@ from manthan.vllm_hooks.compat import model_tensors, parts_of, tensors_of, wrap
 
 logger = init_logger("vllm.manthan.worker")
 
-COLUMNS = 4096  # of the matrix in `_sums`
-PIECE_BYTES = 2**24  # hashed by a thread at a time
+COLUMNS = 4096  # int64 columns of the matrix in `_sums`
+PIECE_BYTES = 2**24  # bytes that a thread hashes at a time
 THREADS = 4
 
 
 class Loaded:
     """Weights read by loaders for the models of an engine in this process.
 
-    Every rank reads all tensors of the files, so the digest is the same for every number of ranks. If a loader bypasses
-    `load_weights`, the model's tensors count. If a tensor cannot be read, no other engine has the same digest.
+    Every rank reads all tensors of the files, so that the digest is the same for every number of ranks. For a model
+    whose loader bypasses `load_weights`, the digest is of the model's tensors. If a tensor cannot be read, no other
+    engine has the same digest.
     """
 
     def __init__(self) -> None:
         self._unknown = secrets.token_hex(16)
         self.loads = 0
-        """Number of loads, the first included."""
+        """Number of calls of `load_weights`, the first included."""
         self._digests: dict[str, str] = {}
         self._models: dict[str, ref[torch.nn.Module]] = {}
 
@@ -70,7 +71,7 @@ class Loaded:
 
 
 _loaded: dict[int, Loaded] = {}
-"""Weights by the `id` of the engine's kv_transfer_config, which all models of an engine have in common."""
+"""Loaded weights by Python's `id` of kv_transfer_config, an object that all models of an engine share."""
 
 
 def watch_model(vllm_config: VllmConfig, model_config: ModelConfig, model: torch.nn.Module) -> None:
@@ -94,7 +95,7 @@ def loads(worker: Any) -> int:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Digest of a tensor's dtype, shape and bytes, on any device."""
+    """Return the digest of a tensor's dtype, shape and bytes. The tensor may be on any device."""
     made = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     data = tensor.detach().contiguous().view(-1)
     if data.numel():
@@ -106,7 +107,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _of_pieces(octets: memoryview) -> list[bytes]:
-    """Digests of a tensor's pieces, on several cores, because one core hashes only a few GB a second."""
+    """Return digests of a tensor's pieces, made on several cores, because a core hashes only a few GB a second."""
     pieces = [octets[at : at + PIECE_BYTES] for at in range(0, len(octets), PIECE_BYTES)]
     if len(pieces) == 1:
         return [xxhash.xxh3_128_digest(pieces[0])]
@@ -115,9 +116,9 @@ def _of_pieces(octets: memoryview) -> list[bytes]:
 
 
 def weights_state(worker: Any) -> tuple[int, str]:
-    """Number of loads of weights up to now, and the digest of all parameters and persistent buffers in memory.
+    """Return the number of loads of weights, and the digest of all parameters and persistent buffers in memory.
 
-    The digest is of sums computed on the tensors' device, so that only the sums are copied to the CPU.
+    The digest is of sums computed on the tensors' device, so that little more than sums is copied to the CPU.
     """
     digest = hashlib.blake2b(digest_size=16)
     seen = set()
@@ -132,7 +133,9 @@ def weights_state(worker: Any) -> tuple[int, str]:
 
 
 def _sums(octets: torch.Tensor) -> Iterator[bytes]:
-    """Sums modulo 2**64 over rows and over columns, so that positions count, and the bytes of an unfinished row.
+    """Yield the sums modulo 2**64 of a matrix's columns and of its rows, and then the bytes behind the last full row.
+
+    The matrix has the bytes as int64 [rows, COLUMNS]. Sums in both directions depend on the numbers' positions.
 
     octets: uint8 [bytes].
     """
