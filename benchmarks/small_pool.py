@@ -1,8 +1,8 @@
-"""No request waits for an encoding: returns to a pool that is too small, with slow encoding.
+"""Check that no request waits for an encoding: chats return to a pool that is too small, while encoding is slow.
 
-Two servers, plain vLLM and Manthan's, are both up, and are asked by turns. Their pools hold 4 of 16 chats. All chats
-return round after round, some at a time; a block takes 50 ms to encode. Reported is the time to a return's first token,
-Manthan's against plain vLLM's.
+Two servers run, plain vLLM and vLLM with Manthan, and are asked in turn. Each server's KV pool holds 4 of 16 chats. In
+each round every chat sends a request, 4 at a time. Encoding is slowed by 50 ms a block. The report compares the times
+to first token of both servers.
 
     python benchmarks/small_pool.py [--out FOLDER]
 """
@@ -60,11 +60,11 @@ class Finder:
 
 sys.meta_path.insert(0, Finder)
 """
-"""Code run by Python at start, not part of the measurement."""
+"""Content of sitecustomize.py, which Python runs at start: it slows the encoding of each block by SECONDS."""
 
 
 class Side:
-    """Server, and the server's chats."""
+    """A server and its chats."""
 
     def __init__(self, server: VllmServer, chats: int, at_once: int) -> None:
         self.server, self._at_once = server, at_once
@@ -86,7 +86,7 @@ class Side:
         return reply.ttft_s
 
     def round(self) -> list[float]:
-        """Every chat returns."""
+        """Send the next request of every chat. Return the times to first token in seconds."""
         with ThreadPoolExecutor(self._at_once) as threads:
             return list(threads.map(self.turn, range(len(self._chats))))
 
@@ -97,13 +97,16 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def measure(servers: dict[str, VllmServer], chats: int, at_once: int, rounds: int, pause_s: float) -> dict[str, Any]:
-    """Times to first token in milliseconds, of each side and round. The sides take turns in going first."""
+    """Return each server's times to first token in milliseconds, by round, and its metrics.
+
+    The servers take turns in being asked first.
+    """
     sides = {name: Side(server, chats, at_once) for name, server in servers.items()}
     found: dict[str, list[list[float]]] = {name: [] for name in sides}
     for number in range(rounds + 2):
         for name in sorted(sides, reverse=bool(number % 2)):
             times = [seconds * 1e3 for seconds in sides[name].round()]
-            if number > 1:  # chats begin, and late compilations are over
+            if number > 1:  # in the first two rounds chats begin, and late compilations end
                 found[name].append(times)
         time.sleep(pause_s)
     return {name: {"ttft_ms": times, "metrics": metrics(servers[name])} for name, times in found.items()}
@@ -119,7 +122,7 @@ def metrics(server: VllmServer) -> dict[str, float]:
 
 
 def show(report: dict[str, Any]) -> Table:
-    """Return percentiles of all returns, and of each round's; ratios of consecutive rounds."""
+    """Return a table of times to first token: percentiles of all, quartiles of the rounds' medians, and ratios."""
     table = Table(caption=f"returns, time to first token in ms; load {report['machine']['load']}")
     for column in ("", "p50", "its quartiles by round", "p99", "returns"):
         table.add_column(column, justify="left" if not column else "right")

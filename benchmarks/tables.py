@@ -1,20 +1,20 @@
-"""Prompts with checkable answers: tables of names and numbers, and a question for one of them."""
+"""Prompts with checkable answers: a table of names and numbers, and a question for one name's number."""
 
 import itertools
 import random
 from pathlib import Path
 
 MODEL = Path("tests", "data", "tiny-llama")
-"""Folder in this repository: scripts are run from the repository's root."""
+"""Folder, relative to the repository's root, in which scripts are run."""
 ENTRIES = 16
 DIGITS = 4
 QUESTION_TOKENS = 16
 
 
 class Table:
-    """Lines `name = 4821`, over and over up to about `tokens` tokens, and questions for single names.
+    """Lines `name = 4821`, repeated up to about `tokens` tokens, and questions for a name's number.
 
-    All questions have the same full blocks before them.
+    The prompts of all questions begin with the same lines.
     """
 
     def __init__(self, model: str, tokens: int, seed: str) -> None:
@@ -27,17 +27,17 @@ class Table:
         self.lines = self._entries(tokens - len(self._ids("")))
 
     def question(self, number: int) -> tuple[list[int], str]:
-        """Return a prompt, and the right answer."""
+        """Return the token ids of a prompt that ends in a question, and the right answer."""
         line, right = self.lookup(number)
         return self._ids(self.lines + line), right
 
     def later(self, number: int, tokens: int) -> tuple[list[int], str]:
-        """Return a later turn's addition of about `tokens` tokens: lines again and a question; and the answer."""
+        """Return about `tokens` token ids that a later turn adds, lines and a question, and the right answer."""
         line, right = self.lookup(number)
         return self._ids("\n" + self._entries(tokens) + line)[len(self._ids("")) :], right
 
     def _entries(self, tokens: int) -> str:
-        """Return lines, from the first on and over again, with room left for a question."""
+        """Return the lines, repeated from the first on, of about `tokens` tokens less a question's."""
         lines, count, begin = "", 0, len(self._ids(""))
         for name, value in itertools.cycle(self._values.items()):  # a line has as many tokens alone as among lines
             if count >= tokens - QUESTION_TOKENS:
@@ -48,7 +48,7 @@ class Table:
         return lines
 
     def lookup(self, number: int) -> tuple[str, str]:
-        """Return the text behind the lines of the table, and the right answer."""
+        """Return the text of a question, which follows the table's lines, and the right answer."""
         name = list(self._values)[number % ENTRIES]
         return f"assert {name} == ", self._values[name]
 

@@ -1,4 +1,7 @@
-"""Plug-in of vLLM for the capacity benchmark's arm `whole`: Manthan drops whole blocks and never cuts them."""
+"""vLLM plug-in for the capacity benchmark's arm `whole`: Manthan drops whole blocks, and never cuts refinements.
+
+An arm is a server set-up under comparison. A refinement is the end of a compressed block, which may be cut off.
+"""
 
 from pathlib import Path
 
@@ -9,7 +12,7 @@ PLUGIN = f"[vllm.general_plugins]\n{DISTRIBUTION} = {__name__}:install\n"
 
 
 def install() -> None:
-    """Have this process drop no refinements: a full tier drops whole blocks."""
+    """Make a full tier in this process drop whole blocks, not refinements."""
     SessionManager._trim_until = lambda *_: None  # type: ignore[method-assign]
 
 

@@ -19,12 +19,12 @@ CONTEXT_TOKENS = 120_000
 """Most tokens of a prompt. A session ends before a longer prompt."""
 FIRST_TOKEN_S = 0.3
 ANSWER_S_PER_TOKEN = 0.02
-"""Time of an answer's token. Thinking, or a tool, begins after the answer."""
+"""Seconds for each token of an answer. The pause until the next request begins after the answer."""
 SHARED_DOCUMENTS = 200
 
 
 class Spread(NamedTuple):
-    """A lognormal distribution: half are below `median`, a sixth above median * e**sigma."""
+    """A lognormal distribution: half of the draws are below `median`, a sixth are above median * e**sigma."""
 
     median: float
     sigma: float
@@ -37,11 +37,14 @@ class Spread(NamedTuple):
 class Kind:
     """Kind of sessions. Lengths in tokens, times in seconds.
 
-    turns: mean number of requests, geometrically distributed. pause: between an answer and the next request; away_share
-    of the pauses are `away` instead. system: of the common system prompts; of `systems` prompts, the n-th is chosen 1/n
-    as often as the first. document_share of the sessions begin with a document, half of them with a common document of
-    200, chosen likewise. said: added by a request. answer: generated tokens. edit_share of the requests replace the
-    last request and answer.
+    turns: mean number of a session's requests, which is geometrically distributed.
+    pause, away, away_share: pause between an answer and the next request; a share of the pauses are `away` instead.
+    systems, system: count and length of common system prompts. The n-th is chosen 1/n as often as the first.
+    document_share, document: share of the sessions with a document behind the system prompt, and its length. Half of
+    the documents are one of 200 common documents, which are chosen as system prompts are.
+    said: length that a request adds.
+    answer: length of an answer.
+    edit_share: share of the requests that replace the session's previous request and answer.
     """
 
     turns: float
@@ -112,11 +115,11 @@ READER = Kind(
     answer=Spread(120, 1.0),
     edit_share=0.0,
 )
-"""People who ask a few questions about a long document, sometimes read by more people."""
+"""People who ask a few questions about a long document, which others may read too."""
 TOLD_SIGMA = 0.3
-"""Spread of the lognormal error of honest clients' announcements."""
+"""Sigma of the lognormal factor between a pause and the pause that an honest client announces."""
 LIE_S = 1.0
-"""Announcement of dishonest clients: an immediate return."""
+"""Seconds until the next request that a dishonest client announces."""
 TOOLS = {
     "search": (5, Spread(2, 0.4)),
     "shell": (4, Spread(5, 0.6)),
@@ -124,11 +127,14 @@ TOOLS = {
     "tests": (2, Spread(60, 0.5)),
     "person": (1, Spread(300, 1.0)),
 }
-"""Tools of agents that name their tools: frequency, and time."""
+"""Tools of agents that name their tools: relative frequency, and seconds of a call."""
 
 
 class WorkloadLine(NamedTuple):
-    """A line of the trace, as Mooncake's: milliseconds, tokens, and ids of blocks of 512 tokens; and the hints."""
+    """Line of the trace in Mooncake's format, and hints.
+
+    timestamp: milliseconds. Lengths are in tokens. hash_ids: ids of the prompt's blocks of 512 tokens.
+    """
 
     timestamp: int
     input_length: int
@@ -142,7 +148,7 @@ MOONCAKE = WorkloadLine._fields[:-2]
 
 
 class _Part(NamedTuple):
-    """Piece of text said in one go; equal names mean equal texts."""
+    """Part of a prompt. Parts of equal names have equal texts."""
 
     name: str
     tokens: int
@@ -162,10 +168,15 @@ def make_workload(
 ) -> list[WorkloadLine]:
     """Return requests of `sessions` sessions, in the order of their arrival.
 
-    Sessions begin at random times within `hours`; chat, agent, single, reader: their shares. told: share of agents that
-    announce their return. lies: share of further sessions that always announce an immediate return. tools: share of
-    agents that name the awaited tool, and pause for the tool's time. Equal arguments give equal workloads, and the
-    sessions of a smaller workload are among a larger workload's, though with different block ids.
+    Equal arguments give equal workloads. If only `sessions` differs, the sessions of the smaller workload are among the
+    larger workload's, though with different block ids.
+
+    Args:
+        hours: sessions begin at random times within these hours.
+        chat, agent, single, reader: relative frequencies of the kinds of sessions.
+        told: share of the agents that announce when they return.
+        lies: share of the other kinds' sessions that announce an immediate return with each request.
+        tools: share of the agents that name the tool they wait for, and pause for the tool's time.
     """
     kinds = (("chat", CHAT), ("agent", AGENT), ("single", SINGLE), ("reader", READER))
     requests: list[tuple[float, list[_Part], int, float | None, str]] = []
@@ -259,7 +270,7 @@ class _Blocks:
 
     def ids(self, parts: list[_Part]) -> list[int]:
         ids: list[int] = []
-        block: list[tuple[str, int, int]] = []  # parts: name, from, to
+        block: list[tuple[str, int, int]] = []  # parts of the block: name, first token, end
         room = MOONCAKE_BLOCK_TOKENS
         for name, tokens in parts:
             done = 0

@@ -1,4 +1,4 @@
-"""Codecs of KV: encode and decode numbers, inside compressed blocks."""
+"""Codecs: encode the numbers of a KV block into a compressed block, and decode them."""
 
 from manthan.codec.base import Codec, Dtype, Kind, Section, SectionKind, check_head_dim
 from manthan.codec.block import BlockFormat, BlockShape

@@ -1,11 +1,12 @@
 """Interface of a codec, and arithmetic common to several codecs.
 
-A `Codec` encodes a section of a block: some of its numbers, of all layers and heads at once. A preset is a named choice
-of options; its method `codec` makes a `Codec`. Every backend writes the same bytes as the CPU's, and reads them.
+A compressed block has sections. A section holds some of a KV block's numbers, such as the keys of all layers and heads.
+A `Codec` encodes and decodes a section. A preset is a named choice of options; its method `codec` makes a `Codec`. The
+CPU and GPU backends decode each other's blocks.
 
-    fold(x)   the sum of a sequence in a prescribed order: the upper half is added onto the lower half (the middle of an
-              odd number of elements stays) until one is left; of a vector, first in each run of 8 elements, then over
-              the D/8 results
+    fold(x)   the sum of a sequence in a prescribed order. The upper half is added onto the lower half, until one
+              element is left. The middle element of an odd number of elements is left as it is. A vector of D numbers
+              is folded in each run of 8 elements; then the D/8 results are folded.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +27,7 @@ Numbers = npt.NDArray[Any]
 Positions = npt.NDArray[np.int64]
 """[tokens]: position of each token in its session, from 0."""
 Codes = npt.NDArray[np.uint8]
-"""[bytes]: encoded numbers."""
+"""[nbytes]: encoded numbers."""
 
 
 def check_head_dim(head_dim: int) -> None:
@@ -43,22 +44,22 @@ class SectionKind(IntEnum):
     BOTH = 3  # keys, and then values
     STATE = 4  # a recurrent layer's state
     RAW = 5  # opaque bytes of the cache: a whole block, or the layers without a codec
-    LATENT = 6  # latents of MLA, in pieces instead of heads, coded like keys without RoPE
+    LATENT = 6  # latents of MLA, cut into pieces that stand for heads; encoded like keys without RoPE
 
 
 class Dtype(IntEnum):
-    """Kind of the cache's numbers, the output of decoding."""
+    """Dtype of the KV cache's numbers, which decoding returns."""
 
     BFLOAT16 = 1
     FLOAT16 = 2
     FLOAT32 = 3
-    UINT8 = 4  # bytes that do not each stand for a number
+    UINT8 = 4  # opaque bytes, such as recurrent states
     FLOAT8_E4M3 = 5  # without infinities, as torch.float8_e4m3fn
     FLOAT8_E5M2 = 6
 
     @cached_property
     def numpy(self) -> np.dtype[Any]:
-        """numpy's dtype of the numbers; bf16 and fp8 as their bits."""
+        """numpy dtype that holds the numbers: uint16 for bf16's bits, and uint8 for fp8's bits."""
         return np.dtype([np.uint16, np.float16, np.float32, np.uint8, np.uint8, np.uint8][self - 1])
 
     @cached_property
@@ -71,11 +72,12 @@ class Section:
     """Description of a section of a compressed block.
 
     codec: name of the codec.
-    layers, first_layer: number of layers, and number of the first one in the KV cache group.
-    tokens, first_token: number of tokens, and number of the first one in the block.
-    heads, head_dim: number of heads in this shard, and of numbers in a vector; for bytes, of runs, and of bytes in one.
-    dtype: of the numbers to encode and to decode to.
-    first_head: number of this shard's first head among the model's.
+    layers, first_layer: count of layers, and index of the first layer in the KV cache group.
+    tokens, first_token: count of tokens, and index of the first token in the block.
+    heads, head_dim: count of KV heads in this shard, and of numbers in a vector. Opaque bytes are runs of equal length:
+    then the count of runs, and of bytes in a run.
+    dtype: dtype of the numbers before encoding and after decoding.
+    first_head: index of this shard's first head among the model's KV heads.
     """
 
     kind: SectionKind
@@ -125,16 +127,19 @@ class Section:
 class Codec(ABC):
     """Encodes the numbers of a section of a block to bytes, and decodes them.
 
-    Methods are called from several threads at once, and work on the callers' cores only.
+    Several threads may call the methods at once. Each call computes on its caller's core only.
     """
 
     name: str
     varies: bool = False
     """True if sections of equal shape may differ in size."""
     scales_vectors: bool = False
-    """True if each vector's scale is part of the code, so that no common factor of a vector's numbers matters."""
+    """True if a scale is stored with each vector. A factor common to a vector's numbers then changes only the scale."""
     levels: int = 1
-    """Number of levels to which a block can be decoded: 1 for the base, and 1 for each refinement."""
+    """Number of levels: precisions to which a block can be decoded. The base is the coarsest level.
+
+    Each refinement, stored behind the base, adds a level.
+    """
 
     @abstractmethod
     def max_nbytes(self, section: Section) -> int:
@@ -146,10 +151,10 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
-        """Encode a section into the first bytes of `out`. Return the number of bytes written.
+        """Encode a section, without refinements, into the first bytes of `out`. Return the number of bytes written.
 
         Args:
-            x: numbers of the section's `shape` and dtype. Keys have RoPE already.
+            x: numbers of the section's `shape` and dtype. Keys are those of the cache, after RoPE.
             out: uint8 [`max_nbytes`].
 
         Raises: CodecError, such as NonFiniteError, for numbers that cannot be encoded.
@@ -169,5 +174,5 @@ class Codec(ABC):
     def decode_parts(
         self, codes: Codes, refinements: Sequence[Codes], section: Section, positions: Positions
     ) -> Numbers:
-        """Decode like `decode`, with the first refinements, as many as are left of the block."""
+        """Decode the base and `refinements`, coarsest first. Refinements cut from the block's end are missing."""
         return self.decode(codes, section, positions)

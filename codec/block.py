@@ -1,8 +1,9 @@
-"""Blocks of the cache as compressed blocks and back: their sections, and the codec of each.
+"""Encode a KV cache block into a compressed block, and decode a compressed block.
 
-A KV cache group may have layers without a codec among coded layers. Their bytes are a section of a fixed size ahead of
-all coded sections. Of multi-head latent attention (MLA), RoPE's part of a token stands for the keys, and is kept exact.
-The latent stands for the values, cut into pieces instead of heads. docs/codec.md says why.
+A compressed block has sections, each with a codec. A section holds some of the block's numbers, such as the keys of all
+layers. A KV cache group may also have layers that no codec can encode. The bytes of these layers are the first section.
+In multi-head latent attention (MLA), the part of a token with RoPE stands for the keys, and is kept exact. The latent
+stands for the values; pieces of the latent stand for heads. docs/codec.md says why.
 """
 
 import math
@@ -27,18 +28,18 @@ from manthan.codec.wire import BlockHeader, Buffer, EncodedBlock, align16, block
 
 @dataclass(frozen=True)
 class Scales:
-    """Scales of latents in fp8, one for each piece of a token, and where they are among the exact bytes.
+    """Layout of the scales of fp8 latents among a block's exact bytes. Each piece of a token's latent has a scale.
 
-    vLLM chooses them for each token. Codecs see the numbers times their scales, so that all numbers have one unit, and
-    what is decoded is divided by the same scales. A scale that is not positive counts as 1.
+    vLLM chooses the scales token by token. A codec encodes the numbers times their scales, so that all numbers have one
+    unit. Decoded numbers are divided by the same scales. A scale that is not positive counts as 1.
 
     Args:
         row: bytes of a token's row: the latent, then RoPE's part.
-        piece: numbers with a common scale.
-        nbytes: bytes of a scale: 4 for float32, 1 for float32's exponent.
-        stride: bytes of a token that begin with its scales, in the array that has them.
+        piece: count of numbers with a common scale.
+        nbytes: bytes of a scale: 4 for float32, 1 for float32's exponent alone.
+        stride: bytes from a token's scales to the next token's, in the array that has the scales.
         place: index of that array in `BlockShape.arrays`: 0 for RoPE's part, 2 for the raw bytes.
-        rope_at: offset of RoPE's bf16 numbers in RoPE's part of a token.
+        rope_at: byte offset of the bf16 numbers in RoPE's part of a token.
     """
 
     row: int
@@ -49,7 +50,7 @@ class Scales:
     rope_at: int
 
     def of(self, arrays: Sequence[Numbers], shape: "BlockShape") -> Floats:
-        """Return the scales, float32 [layers, pieces, tokens, 1], out of a block's arrays."""
+        """Return the scales, float32 [layers, pieces, tokens, 1], from a block's arrays."""
         layers, pieces, tokens, _ = shape.value_numbers
         rows = arrays[self.place].reshape(-1)[: layers * tokens * self.stride].reshape(layers, tokens, self.stride)
         found = np.ascontiguousarray(rows[..., : pieces * self.nbytes])
@@ -61,13 +62,14 @@ class Scales:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """Shape of a rank's block of a KV cache group.
+    """Shape of a block of a KV cache group on one rank.
 
-    dtype: UINT8 stands for opaque bytes. They are the block's keys, and there are no values.
-    latent: numbers of a token's latent in a layer (MLA), 0 for values. With a latent, heads is 1, and head_dim is
-    RoPE's.
-    beside: shape of the bytes of further layers in the group; None without any.
-    scales: of latents in fp8, if tokens have their own. RoPE's part is then bytes, of bf16 and maybe of the scales.
+    dtype: UINT8 stands for opaque bytes. They take the position of the keys, and there are no values.
+    latent: count of numbers in a token's latent in a layer (MLA); 0 for a block with values. With a latent, `heads` is
+    1, and `head_dim` is the size of RoPE's part.
+    beside: shape of the opaque bytes of further layers in the group; None without such layers.
+    scales: layout of the scales of fp8 latents, if each token has scales. RoPE's part is then bytes: bf16 numbers, and
+    the scales if `Scales.place` is 0.
     """
 
     layers: int
@@ -95,16 +97,16 @@ class BlockShape:
 
     @cached_property
     def value_numbers(self) -> tuple[int, int, int, int]:
-        """Shape of the values, empty where there are none, or of latents: [layers, pieces, tokens, numbers of a piece].
+        """Shape of the values, or of latents: [layers, pieces, tokens, numbers of a piece].
 
-        Raises HeadDimError.
+        The last dimension is 0 if there are no values. Raises HeadDimError for an unsupported latent.
         """
         if not self.latent:
             return (self.layers, self.heads, self.tokens, 0 if self.is_raw else self.head_dim)
         return (self.layers, self.latent // self.coded_dim, self.tokens, self.coded_dim)
 
     def floats(self, arrays: Sequence[Numbers]) -> tuple[Floats, Floats]:
-        """Return what a block's keys and values stand for in attention, or RoPE's part and latents, as float32."""
+        """Return a block's keys and values as float32, or RoPE's part and the latents times their scales."""
         keys, values = arrays[:2]
         if self.scales is None:
             return as_floats(keys, self.dtype), as_floats(values, self.dtype)
@@ -113,22 +115,23 @@ class BlockShape:
 
     @cached_property
     def coded_dim(self) -> int:
-        """Numbers of a coded vector. Raises HeadDimError."""
+        """Count of numbers in a vector that a codec encodes: a head's or a piece's. Raises HeadDimError."""
         if self.scales is not None:
             return self.scales.piece
         return piece_dim(self.latent) if self.latent else self.head_dim
 
     @cached_property
     def is_raw(self) -> bool:
-        """True if the bytes stand for no numbers."""
+        """True for a block of opaque bytes."""
         return self.dtype is Dtype.UINT8
 
 
 class DecodedShard(NamedTuple):
     """Decoded block of some of the model's heads.
 
-    first_head: number of the first of `heads` heads.
-    ignored: bytes of damaged refinements, and of all refinements behind.
+    first_head: index of the first of the `heads` heads among the model's KV heads.
+    numbers: arrays as in `BlockShape.arrays`.
+    ignored: bytes of the first damaged refinement, and of all refinements behind it.
     """
 
     first_head: int
@@ -141,7 +144,10 @@ PIECE = 128  # most numbers of a piece of a latent
 
 
 def piece_dim(latent: int) -> int:
-    """Numbers of a piece of a latent, as many as possible. Raises HeadDimError."""
+    """Return the size of a latent's pieces: its largest divisor among the multiples of 8 from 32 to 128.
+
+    Raises HeadDimError if there is no such divisor.
+    """
     fitting = [size for size in range(PIECE, 31, -8) if latent % size == 0]
     if not fitting:
         raise HeadDimError(f"a latent of {latent} numbers is not supported: a multiple of 32 is.")
@@ -150,13 +156,15 @@ def piece_dim(latent: int) -> int:
 
 @lru_cache(1024)
 def sections(codec: str, shape: BlockShape, exact: int, first_head: int = 0) -> tuple[Section, ...]:
-    """Sections of a block: the first `exact` tokens unchanged, the rest in `codec`. Each number is in one section.
+    """Return the sections of a block: the first `exact` tokens are kept exact, and `codec` encodes the other tokens.
 
-    A block of bytes is a single section, exact except for states in a codec of states. Raw bytes come first. Raises
-    ShapeError.
+    Each number is in one section. The bytes of `shape.beside` come first. A block of opaque bytes is a single section,
+    kept exact unless `codec` is a codec of recurrent states.
 
     Args:
-        first_head: number of the block's first head among the model's.
+        first_head: index of the block's first head among the model's KV heads.
+
+    Raises: ShapeError if the block has fewer than `exact` tokens.
     """
     if not 0 <= exact <= shape.tokens:
         raise ShapeError(f"{exact} exact tokens cannot be: the block has {shape.tokens}.")
@@ -185,17 +193,17 @@ def sections(codec: str, shape: BlockShape, exact: int, first_head: int = 0) -> 
 
 
 class BlockFormat:
-    """Format of the compressed blocks of a rank and KV cache group. Safe to use from several threads.
+    """Format of the compressed blocks of one KV cache group on one rank. Safe to use from several threads.
 
-    Blocks of fp8 are kept exact as a whole if smaller, or if the codec refuses them.
+    An fp8 block is kept exact as a whole if this is smaller, or if the codec refuses its numbers.
 
     Args:
         codec: name of the codec.
-        shape: of the blocks.
+        shape: shape of the blocks before encoding.
         fingerprint: 16 bytes; see `wire.BlockHeader`.
-        group: KV cache group.
-        facts: of the model, for codecs with a use for them.
-        first_head: number of the blocks' first head among the model's.
+        group: index of the KV cache group.
+        facts: RoPE and profile of the model, which some codecs need.
+        first_head: index of the blocks' first head among the model's KV heads.
 
     Raises: UnknownCodecError, HeadDimError, ProfileError.
     """
@@ -216,7 +224,7 @@ class BlockFormat:
             self._codecs[codec] = Fp8Codec(self._codecs[codec])
 
     def without_bytes(self) -> "BlockFormat":
-        """Return the format of the same blocks without the raw bytes."""
+        """Return the format of the same blocks without the layers of `shape.beside`."""
         shape = replace(self.shape, beside=None)
         return BlockFormat(self.codec, shape, self.fingerprint, self.group, self.facts, self.first_head)
 
@@ -224,14 +232,14 @@ class BlockFormat:
         """Encode and decode a block of zeros, so that no later block waits for a compiler or a table.
 
         Args:
-            exacts: numbers of exact tokens, for each kind of block.
+            exacts: counts of exact tokens. A block is encoded and decoded for each count.
         """
         numbers = [np.zeros(shape, dtype) for shape, dtype in self.shape.arrays]
         for exact in exacts:
             self.decode(self.encode(*numbers, key=b"", first_token=0, exact=exact), key=b"")
 
     def header(self, key: bytes, first_token: int, exact: int, mark: int = 0) -> BlockHeader:
-        """Header of a block. Raises ShapeError."""
+        """Return the header of a block. Raises ShapeError; see `sections`."""
         made = sections(self.codec, self.shape, exact, self.first_head)
         return BlockHeader(key, self.fingerprint, self.shape.tokens, made, self.group, first_token, mark)
 
@@ -255,17 +263,20 @@ class BlockFormat:
         return any(self._codecs[section.codec].varies for section in sections(self.codec, self.shape, exact))
 
     def _may_be_whole(self, exact: int) -> bool:
-        """True if a block with some exact first tokens may be exact as a whole."""
+        """True if a block of which `exact` tokens must be exact may be kept exact as a whole."""
         return self.shape.dtype.is_fp8 and exact < self.shape.tokens
 
     @property
     def _whole_nbytes(self) -> int:
-        """Size of a wholly exact block."""
+        """Bytes of a compressed block that is kept exact as a whole."""
         whole = self.shape.tokens
         return block_nbytes(self.header(b"", 0, whole), self.max_sizes(whole))
 
     def exact_of(self, header: BlockHeader) -> int:
-        """Number of exact tokens of a block of any of the model's heads. Raises WireError for a different format."""
+        """Return the number of exact first tokens of a block with any of the model's heads.
+
+        Raises: WireError if the block has a different format.
+        """
         found, shape = header.sections, self.shape
         for section in found:
             if section.codec not in self._codecs:
@@ -278,20 +289,19 @@ class BlockFormat:
         return exact
 
     def _heads_of(self, header: BlockHeader) -> tuple[int, int]:
-        """Return the first head and the number of heads of a block. Latents and bytes have a single shard."""
+        """Return the first head and the number of heads. Blocks with latents or bytes are not split by heads."""
         if header.sections and not (self.shape.latent or self.shape.is_raw or self.shape.beside):
             return header.sections[0].first_head, header.sections[0].heads
         return self.first_head, self.shape.heads
 
     def encode(self, *numbers: Numbers, key: bytes, first_token: int, exact: int, mark: int = 0) -> Codes:
-        """Encode a block.
+        """Return the compressed block.
 
         Args:
-            numbers: the block's arrays, in the order of `BlockShape.arrays`: keys and values [layers, heads, tokens,
-                head_dim] in the cache's numbers, or RoPE's part and latents.
+            numbers: the block's arrays, as in `BlockShape.arrays`.
             key: block hash.
             first_token: position of the block's first token in the session.
-            exact: number of first tokens to keep exact, at least.
+            exact: least number of first tokens to keep exact.
             mark: see `wire.BlockHeader`.
 
         Raises: NonFiniteError, ShapeError, HeaderError.
@@ -300,7 +310,7 @@ class BlockFormat:
             found = ", ".join(f"{x.dtype} {x.shape}" for x in numbers)
             raise ShapeError(f"arrays of {found} are not a block of {self.shape}.")
         if self._may_be_whole(exact):
-            with suppress(CodecError):  # a NaN, or whatever else the codec does not take
+            with suppress(CodecError):  # the codec refuses the numbers, such as a NaN
                 coded = self._encode(numbers, key, first_token, exact, mark)
                 if coded.nbytes <= self._whole_nbytes:
                     return coded
@@ -334,13 +344,13 @@ class BlockFormat:
         return self.joined([self.decode_shard(buf, key=key)])
 
     def decode_shard(self, buf: Buffer, *, key: bytes) -> DecodedShard:
-        """Decode a block of any of the model's heads. See `decode`."""
+        """Decode a block with any of the model's heads. See `decode`."""
         block = self._parse(buf, key)
         self.exact_of(block.header)
         return DecodedShard(*self._heads_of(block.header), self._decode(block), block.ignored)
 
     def _parse(self, buf: Buffer, key: bytes) -> EncodedBlock:
-        """Read a block. Raises WireError, also for bytes behind a base without refinements."""
+        """Parse a block. Raises WireError, also if bytes follow the base although no codec has refinements."""
         block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
         behind = block.ignored + sum(body.size for body in block.refinements)
         if behind and not any(codec.levels > 1 for codec in self._codecs.values()):
@@ -360,7 +370,7 @@ class BlockFormat:
         return tuple(_joined(parts) if parts else np.empty(*array) for parts, array in zip(found, arrays, strict=True))
 
     def _codec_of(self, section: Section, arrays: Sequence[Numbers]) -> Codec:
-        """Return the codec of a section. arrays: the block's, of which those with scales are known already."""
+        """Return the codec of a section. arrays: the block's arrays; the one with scales is already complete."""
         codec, scales = self._codecs[section.codec], self.shape.scales
         if scales is None or section.kind is not SectionKind.LATENT or not isinstance(codec, Fp8Codec):
             return codec
@@ -368,7 +378,7 @@ class BlockFormat:
         return codec.scaled(scales.of(arrays, self.shape)[:, :, first : first + section.tokens])
 
     def joined(self, shards: Iterable[DecodedShard]) -> tuple[Numbers, ...]:
-        """Return the arrays of this format's heads. Raises SizeError unless each head is in exactly one shard."""
+        """Return the arrays of this format's heads. Raises SizeError if the shards leave out a head."""
         wanted, heads = sorted(shards, key=itemgetter(0)), self.shape.heads
         if [shard[:2] for shard in wanted] == [(self.first_head, heads)]:
             return wanted[0].numbers
@@ -391,10 +401,9 @@ class BlockFormat:
 
 
 def _places(section: Section, arrays: int) -> tuple[int, ...]:
-    """Indices of a section's numbers among a block's `arrays` arrays. Bytes are the last, or the keys in a block of
-    bytes.
+    """Return the indices of the arrays that hold a section's numbers. arrays: count of the block's arrays.
 
-    A block of bytes alone has no values, but still an empty array.
+    Opaque bytes are the third array. In a block of opaque bytes alone they are the first, and the second is empty.
     """
     if section.kind is SectionKind.RAW:
         return (2,) if arrays > 2 else (0,)
@@ -402,7 +411,7 @@ def _places(section: Section, arrays: int) -> tuple[int, ...]:
 
 
 def exact_of(found: Sequence[Section]) -> int:
-    """Number of exact tokens in a block of these sections."""
+    """Return the number of exact first tokens of a block with these sections; 0 for opaque bytes."""
     runs = [section for section in found if section.kind in (SectionKind.BOTH, SectionKind.LATENT)]
     return runs[0].tokens if runs and runs[0].codec == EXACT else 0
 

@@ -1,4 +1,6 @@
-"""Profile of a model from the keys and values, or the latents: second moments, and tokens held back for measuring.
+"""Make the profile of a model for calibrated codecs, from the model's keys and values, or its latents.
+
+Most tokens give means and covariances. Other tokens are held back, and measure the sizes and errors of encoding.
 
 A metric gives the cost of errors: a matrix G for keys and a matrix for values of a layer. An error e of a token costs e
 G e^T. With G = L L^T (Cholesky), all directions of x @ L cost the same. The eigenvectors U of the covariance of x @ L
@@ -24,27 +26,30 @@ from manthan.codec.tables.frequencies import SHAPES
 from manthan.codec.tables.levels import FINE, STEPS, WIDTHS
 
 SINKS = 4  # first tokens of a text, kept exact and not counted
-HELD_BACK = 5  # every fifth token of a call is held back
+HELD_BACK = 5  # of the tokens of a call, the last fifth is held back
 SAMPLE = 2048  # most held back tokens of a layer
-BLOCK = 16  # tokens of the block for a preset's size: the smallest usual block
+BLOCK = 16  # tokens of the blocks whose size decides the step: the smallest usual block size
 HEADER = 256  # bytes of the block's header and entries
-EVEN = 0.001  # least weight of a direction, in parts of the average
-EVEN_OF_KEYS = 0.3  # least weight of a direction of keys as stand-ins for queries
+EVEN = 0.001  # weight added to each direction of a metric, as a share of the average weight
+EVEN_OF_KEYS = 0.3  # the same share, if the covariance of keys stands for the metric of keys
 SHARES = (1.0, 2.0)  # steps of keys and of values without a metric, in deviations of their layer's components
-TOGETHER = 2, 2048  # most layers of a group, and most numbers of a token
+TOGETHER = 2, 2048  # most layers of a group, and most numbers of a token in a group
 RATIOS = 20.0, 12.0, 8.0, 5.0  # least ratio of bf16 bytes to encoded bytes, by level
 EXPONENT, RIDGE = 0.5, 30.0
-"""A token's steps are the token's weight to the power of -EXPONENT. RIDGE shrinks the regression's coefficients."""
-FINEST = 2.0 ** (np.arange(-90, 60) / 6)  # candidates for the finest step, in which errors weigh 1
+"""A token's steps are proportional to its weight to the power of -EXPONENT. RIDGE shrinks regression coefficients."""
+FINEST = 2.0 ** (np.arange(-90, 60) / 6)  # candidates for the step of the finest lossy level, ascending
 EXACT_TOKENS = 64  # tokens of the block for measuring exact blocks
-FEW = 8  # a step is searched, and sizes and errors are measured, with each eighth of the tokens held back
+FEW = 8  # a step is searched, and sizes and errors are measured, with every eighth of the held back tokens
 
 Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
 
 
 class _Moments:
-    """Moments of rows [C] of a layer's keys, values or latents. are_keys: True for rows that meet queries."""
+    """Sums and held back rows of a layer's keys, values or latents. A row is a token's numbers.
+
+    are_keys: True for keys, which attention multiplies by queries.
+    """
 
     def __init__(self, size: int, are_keys: bool) -> None:
         self.are_keys, self.tokens, self.every = are_keys, 0, 1
@@ -61,9 +66,12 @@ class _Moments:
             self.held, self.every = self.held[::2], 2 * self.every
 
     def root(self, at: slice, share: float, covariance: Doubles) -> Doubles:
-        """Matrix [C, C] in whose space errors weigh alike, in all layers and kinds.
+        """Return a matrix: errors of the numbers times the matrix cost the same in all layers, keys and values.
 
-        share: see SHARES. covariance: of the numbers at `at`.
+        Args:
+            at: columns of the rows, the numbers of a rank's heads.
+            share: see SHARES.
+            covariance: covariance of these numbers.
         """
         if self.weights is not None:
             weights = self.weights[at, at]
@@ -79,15 +87,16 @@ class _Moments:
 
 
 def _evened(weights: Doubles, least: float) -> Doubles:
-    """Scale weights to 1 on average, and add `least` to each direction."""
+    """Return weights scaled to 1 on average, with `least` added to each direction."""
     mean = float(np.trace(weights)) / len(weights)
     made: Doubles = weights / (mean or 1.0) + least * np.eye(len(weights))
     return made
 
 
 class ProfileBuilder:
-    """Builds the profile of the model of `info`, and fills in tokens and bits.
+    """Builds the profile of a model.
 
+    info: facts about the profile; `finish` fills in `tokens` and `bits`.
     ranks: number of tensor-parallel ranks. Latents are the same on all ranks.
     """
 
@@ -100,16 +109,16 @@ class ProfileBuilder:
 
     @property
     def tokens(self) -> int:
-        """Tokens seen by the layer with the fewest, without held back tokens."""
+        """Number of tokens added to the layer with the fewest, without held back tokens."""
         return min(moments[0].tokens for moments in self._layers)
 
     def add(self, layer: int, positions: Positions, *parts: Floats) -> None:
         """Add keys and values of a layer, or latents. Tokens with a non-finite number are left out.
 
         Args:
-            layer: number of the layer.
-            positions: [tokens], of a single text.
-            parts: keys and values, or latents, [heads, tokens, head_dim], keys behind RoPE as in the cache.
+            layer: index of the layer. The layers of a text are added in ascending order.
+            positions: [tokens], positions in a single text.
+            parts: keys and values, or latents, [heads, tokens, head_dim], keys after RoPE as in the cache.
         """
         first, *others = parts
         turned_back = first if self._info.rope is None else self._info.rope.turn_back(first, positions)
@@ -122,23 +131,25 @@ class ProfileBuilder:
             joint.take(layer, [x.reshape(len(x), -1, self._info.head_dim) for x in told])
 
     def weigh(self, layer: int, *metrics: Doubles) -> None:
-        """Set the metrics of a layer, [C, C]: of keys before RoPE and of values, or of latents.
+        """Set a layer's metrics, [C, C]: for keys before RoPE and for values, or for latents.
 
-        All layers are in the same measure.
+        The costs that the metrics of all layers give must have the same unit.
         """
         for moments, weights in zip(self._layers[layer], metrics, strict=True):
             moments.weights = weights
 
     def weigh_tokens(self, energies: Sequence[Doubles]) -> None:
-        """Add the weights of tokens, by the attention of later queries, for the text with the last layer added.
+        """Add the tokens' weights of the text whose last layer was added last.
 
-        energies: of each layer, [tokens] from number SINKS on, of gradients in the layer's metric.
+        A weight tells how much later queries attend to a token.
+
+        energies: for each layer, [tokens] from index SINKS on: energy of a token's gradient in the layer's metric.
         """
         for joint in (joint for joints in self._joints for joint in joints):
             joint.weigh(np.sum([energies[layer] for layer in joint.layers], 0))
 
     def finish(self) -> Profile:
-        """Make the profile. Raises ProfileError for too few tokens."""
+        """Return the profile. Raises ProfileError for too few tokens."""
         size = self._info.heads * self._info.head_dim
         if self.tokens < size:
             raise ProfileError(f"{self.tokens} tokens do not calibrate {size} numbers: at least as many tokens do.")
@@ -148,9 +159,11 @@ class ProfileBuilder:
 
 
 class _Joint:
-    """Moments of a group's rows, [tokens, C] as in `Group`, and sums for the regression of the tokens' weights.
+    """Moments of a group's rows, and sums for the regression from a row to the token's weight.
 
-    place: as in `Group`. heads: of the rank, among the model's.
+    A group is some layers, or some heads of a layer, encoded together. A row is a token's numbers, [C] as in `Group`.
+
+    place: as in `Group`. heads: indices of the rank's heads among the model's heads.
     """
 
     def __init__(self, info: ProfileInfo, place: tuple[int, int, int, int], heads: range) -> None:
@@ -161,7 +174,7 @@ class _Joint:
         self._rows: Floats | None = None
 
     def take(self, layer: int, kinds: Sequence[Floats]) -> None:
-        """Add rows [tokens, heads, head_dim] of a layer. Layers of a text come in order."""
+        """Add keys and values, or latents, [tokens, heads, head_dim] of a layer. Layers of a text come in order."""
         if layer == self.layers[0]:
             self._parts = []
         self._parts += [x[:, self._heads].reshape(len(x), -1) for x in kinds]
@@ -183,7 +196,7 @@ class _Joint:
         self._products += kept.T @ kept
 
     def weigh(self, energies: Doubles) -> None:
-        """Add the weights of the first of the last rows, after removing the trend along the text."""
+        """Add weights of the tokens that were taken last, after removing the trend along the text."""
         if self._rows is None:
             return
         told = np.log(energies + 1e-9 * energies.mean() + 1e-300)
@@ -194,7 +207,7 @@ class _Joint:
         self._told = products + (f.T @ f).astype(np.float64), sums + f.T.astype(np.float64) @ told
 
     def weigher(self) -> Floats:
-        """Ridge regression of the logarithm of a token's weight, as a token's j."""
+        """Return the coefficients of a ridge regression from a token's features to its j, see `Group.weigher`."""
         if self._told is None:
             return np.zeros(len(self.center) + len(self.center) // self.head_dim + 1, np.float32)
         products, sums = self._told
@@ -204,7 +217,7 @@ class _Joint:
         return made
 
     def coded(self, layers: Sequence[Sequence[_Moments]]) -> "_Components":
-        """Return the group's transform, and the tokens held back."""
+        """Return the group's transform, and the group's held back rows."""
         at = slice(self._heads.start * self.head_dim, self._heads.stop * self.head_dim)
         moments = [each for layer in self.layers for each in zip(layers[layer], SHARES, strict=False)]
         mean = self._sums / self._tokens
@@ -230,7 +243,10 @@ class _Joint:
 
 
 class _Components(NamedTuple):
-    """Transform of a group, before a step is chosen. held: rows held back. y, j: components and weights of the rows."""
+    """Transform of a group, before a step is chosen.
+
+    held: rows held back. y: their components. j: of each row; a low j means a great weight and finer steps.
+    """
 
     group: Group
     held: Floats
@@ -238,7 +254,7 @@ class _Components(NamedTuple):
     j: npt.NDArray[np.int64]
 
     def stepped(self, step: float) -> Group:
-        """Return the group with `step` as the finest step."""
+        """Return the group with `step` as the step of the finest lossy level."""
         deviations = np.sqrt(np.square(self.y).mean(0)) + 1e-9
         sharp = np.abs(self.y).mean(0) / deviations
         near = [math.gamma(2 / s) / math.sqrt(math.gamma(1 / s) * math.gamma(3 / s)) for s in SHAPES]
@@ -249,7 +265,7 @@ class _Components(NamedTuple):
 
 
 def _joints(info: ProfileInfo, heads: range) -> list[_Joint]:
-    """Groups of a rank's heads: several layers, a single layer, or some heads of a layer."""
+    """Return a rank's groups. Each has several layers, a single layer, or some heads of a layer."""
     layers, most = TOGETHER
     numbers = len(info.kinds) * info.head_dim
     some = next(n for n in range(len(heads), 0, -1) if len(heads) % n == 0 and (n * numbers <= most or n == 1))
@@ -262,7 +278,7 @@ def _joints(info: ProfileInfo, heads: range) -> list[_Joint]:
 
 
 def _stepped(info: ProfileInfo, ranks: Sequence[Sequence[_Components]]) -> tuple[list[list[Group]], tuple[float, ...]]:
-    """Return the groups of all ranks with the finest step allowed by RATIOS, and the bits of a number by level."""
+    """Return the groups of all ranks with the least step that meets RATIOS, and the bits of a number by level."""
     every = [each for of_rank in ranks for each in of_rank]
     size = sum(each.y.shape[1] for each in every)
     groups = [each.group for each in every]
@@ -291,7 +307,7 @@ def _stepped(info: ProfileInfo, ranks: Sequence[Sequence[_Components]]) -> tuple
 
 
 def _measured(each: _Components, step: float, info: ProfileInfo) -> Group:
-    """Return the group with the deviations of the errors at the finest lossy level."""
+    """Return the group with `errors`, measured at the finest lossy level."""
     group, x, j = each.stepped(step), each.held[::FEW], each.j[::FEW].copy()
     q = finest(each.y[::FEW] / np.float32(step), j)
     back = places(group, q, j, 0, len(STEPS) - 1).astype(np.float32).T @ group.inverse / (FINE * 256) + group.mean
@@ -306,7 +322,7 @@ def _measured(each: _Components, step: float, info: ProfileInfo) -> Group:
 def _bits_exact(
     info: ProfileInfo, held: Sequence[_Components], groups: Sequence[Group], bits: Doubles
 ) -> tuple[float, ...]:
-    """Add the bits of exact blocks, measured on tokens held back."""
+    """Return `bits` with the bits of exact blocks appended, measured on held back tokens."""
     told = (*map(float, bits), 16.0)
     profile = Profile.of(replace(info, bits=told), [groups])
     codec = KltCodec("klt-exact", EXACT, info.head_dim, profile, info.rope)

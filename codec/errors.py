@@ -1,12 +1,12 @@
-"""Refusals of the codecs. Each is a ValueError with a sentence of the value and the right kind of value."""
+"""Errors of the codecs. A message names the refused value, and often a value that would be accepted."""
 
 
 class CodecError(ValueError):
-    """Base of every refusal of `manthan.codec`."""
+    """Base class of the errors of `manthan.codec`."""
 
 
 class UnknownCodecError(CodecError):
-    """No codec has the name."""
+    """No codec has the requested name."""
 
 
 class HeadDimError(CodecError):
@@ -18,11 +18,11 @@ class ShapeError(CodecError):
 
 
 class NonFiniteError(CodecError):
-    """Vector to encode, or scale to decode by, with a NaN or infinity."""
+    """A number to encode is a NaN, an infinity or too far from the profile, or a scale to decode with is not finite."""
 
 
 class DamagedError(CodecError):
-    """No encoder writes these bytes."""
+    """The bytes to decode are bytes that no encoder writes."""
 
 
 class ProfileError(CodecError):
@@ -37,8 +37,8 @@ class WireError(CodecError):
     """Unusable compressed block.
 
     cause: a word for metric labels: truncated or trailing (shorter or longer than the header says), magic (no
-    compressed block), version, checksum, codec (impossible for such a block), key (another block), fingerprint (another
-    model, dtype, codec or shard) or size (see SizeError).
+    compressed block), version, checksum, codec (a codec that the block's format does not have), key (another block
+    hash), fingerprint (another model, dtype, codec or shard) or size (see SizeError).
     """
 
     def __init__(self, message: str, cause: str) -> None:
@@ -47,7 +47,7 @@ class WireError(CodecError):
 
 
 class SizeError(WireError):
-    """Shapes and lengths contradict each other, or the requested block's."""
+    """Shapes and lengths contradict each other, or those of the requested block."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "size")

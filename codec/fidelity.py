@@ -1,13 +1,15 @@
-"""Fidelity of a codec to the KV of the served model, measured without queries; docs/codec.md says why. For each layer
+"""Measure the noise of a codec on KV of the served model, without queries. docs/codec.md says why. For each layer:
 
-    noise of the logits = var_j(q_i e_j) / var_j(q_i c_j), of all heads, with q_i = c_i for even i, and odd j
-    noise of the values = |v^ - v|**2 / |v - their mean|**2
+    noise of the logits = mean of var_j(q_i e_j) / mean of var_j(q_i c_j), means over heads and i
+    noise of the values = sum of |v^ - v|**2 / sum of |v - m|**2, sums over heads and tokens
 
-where k + e is a decoded key k, v^ a decoded value v, and c the keys less their mean over all tokens, before RoPE if it
-is known. On SmolLM2-135M the attention of real queries diverges by 3 to 9 times the noise of the logits, in nats.
+i: tokens of even index, at most 64; j: tokens of odd index. e is the error of a decoded key. c is a key less the head's
+mean key; if RoPE is known, the mean is taken before RoPE, and c is turned by RoPE. The vector q_i = c_i stands for a
+query. v^ is a decoded value, v the value before encoding, m the head's mean value. On SmolLM2-135M the divergence of
+real queries' attention, in nats, is 3 to 9 times the noise of the logits.
 
-With multi-head latent attention (MLA) a key is the latent and RoPE's part, one head for all, once the projections of
-the heads are in the query. Values depend on the latent alone. Both are measured in this form, with c behind RoPE.
+Multi-head latent attention (MLA) is measured as a single head, because the heads' projections can be applied to the
+query. The head's key is the latent and RoPE's part, and its value is the latent. The mean key is taken after RoPE.
 """
 
 import time
@@ -25,18 +27,18 @@ from manthan.codec.errors import CodecError
 from manthan.codec.rope import Rope
 
 LOGIT_NOISE, WORST_LOGIT_NOISE, VALUE_NOISE = 0.065, 0.2, 0.5
-"""Limits of the noise: of logits, on the average of all layers and in the worst layer; of values in the worst layer."""
-QUERIES = 64  # most queries of a head
+"""Upper limits: mean logit noise of all layers, logit noise of the worst layer, and value noise of the worst layer."""
+QUERIES = 64  # most tokens of a head that stand for queries
 TINY = 1e-30
 LEAST_SHARE = 2e-5
-"""Least difference between the tokens of a head, in parts of its energy, that is more than bf16's rounding.
+"""Least difference between tokens that counts, as a share of their energy. Less may be bf16's rounding.
 
-fp8's rounding is larger, but noise is measured against the numbers in the cache."""
-LEAST_TOKENS = 32  # least number of different tokens for a measurement
+Energy is a sum of squares. fp8 rounds more, but noise is measured against numbers that fp8 has rounded already."""
+LEAST_TOKENS = 32  # least number of different tokens for a measurement; fewer if the samples have fewer tokens
 
 
 class NothingToMeasureError(CodecError):
-    """Too few tokens differ."""
+    """Too few tokens differ from each other for a measurement."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,11 @@ class Fidelity:
     logit_noise: Floats
     value_noise: Floats
     decode_s: float = 0.0
-    """Decoding time of a token in seconds; 0 if unknown."""
+    """Seconds to decode one token; 0 if unknown."""
 
     @property
     def excess(self) -> float:
-        """Largest noise as a share of the limit."""
+        """Largest ratio of a noise to its limit."""
         worst, value = float(self.logit_noise.max()), float(self.value_noise.max())
         return max(float(self.logit_noise.mean()) / LOGIT_NOISE, worst / WORST_LOGIT_NOISE, value / VALUE_NOISE)
 
@@ -63,9 +65,7 @@ class Fidelity:
 
     @classmethod
     def median(cls, found: "Sequence[Fidelity]") -> "Fidelity":
-        """Median of several measurements of a codec, layer by layer, because a single odd session must decide
-        nothing.
-        """
+        """Return each layer's median noise of several measurements, so that no single unusual session decides."""
         names = ("logit_noise", "value_noise")
         middle = {name: np.median([getattr(one, name) for one in found], axis=0) for name in names}
         return replace(
@@ -87,13 +87,13 @@ class Fidelity:
         positions: Positions,
         rope: Rope | None,
     ) -> Self:
-        """Measure keys and values [layers, heads, tokens, head_dim].
+        """Measure decoded keys and values.
 
         Args:
             codec: name of the codec.
-            keys, values: in the cache's form.
-            kept: keys and values decoded by the codec.
-            positions: [tokens], in the session.
+            keys, values: [layers, heads, tokens, head_dim] as in the cache, keys after RoPE.
+            kept: the same keys and values, encoded and decoded.
+            positions: [tokens], positions in the session.
             rope: RoPE of the keys, if known.
         """
         pairs = zip(keys, kept[0], strict=True)
@@ -108,7 +108,7 @@ class Fidelity:
 class Sample:
     """Block to measure.
 
-    arrays: the block's, as in `BlockShape.arrays`.
+    arrays: the block's arrays, as in `BlockShape.arrays`.
     first_token: position of the first token in the session.
     exact: number of exact first tokens.
     """
@@ -119,9 +119,10 @@ class Sample:
 
 
 def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -> Fidelity:
-    """Measure the noise of a format on some blocks.
+    """Return the noise of a format on sample blocks.
 
-    Left out are exact tokens if there are lossy ones, tokens with repeated values, and heads with equal tokens.
+    Exact tokens are left out, unless all tokens are exact. Tokens whose values in the last layer repeat an earlier
+    token's are left out. In each layer, heads whose tokens are all equal are left out.
 
     Raises: NothingToMeasureError if too few tokens are left, CodecError for unencodable KV.
     """
@@ -151,7 +152,7 @@ def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -
 
 
 def _distinct(values: Floats) -> NDArray[np.bool_]:
-    """True for tokens that differ from all earlier tokens. values: of a layer, [heads, tokens, head_dim]."""
+    """True for tokens that differ from all earlier tokens. values: of one layer, [heads, tokens, head_dim]."""
     rows = values.swapaxes(0, 1).reshape(values.shape[1], -1).astype(np.float64)
     lengths = np.square(rows).sum(axis=1)
     apart = lengths[:, None] + lengths - 2 * rows @ rows.T
@@ -160,21 +161,26 @@ def _distinct(values: Floats) -> NDArray[np.bool_]:
 
 
 def _differ(centred: Floats, whole: Floats) -> NDArray[np.bool_]:
-    """True for heads with different tokens. Both are [..., tokens, numbers]."""
+    """True for heads whose tokens differ.
+
+    Args:
+        centred: numbers less their mean over tokens, [..., tokens, numbers].
+        whole: the numbers, of the same shape.
+    """
     energy = np.square(whole, dtype=np.float64).sum(axis=(-1, -2))
     found: NDArray[np.bool_] = np.square(centred, dtype=np.float64).sum(axis=(-1, -2)) > LEAST_SHARE * energy
     return found
 
 
 def _attended(turned: Floats, latents: Floats) -> tuple[Floats, Floats]:
-    """Keys and values [layers, 1, tokens, numbers] of attention, from RoPE's part and latents in pieces."""
+    """Return the single head's keys and values [layers, 1, tokens, numbers], from RoPE's part and latents in pieces."""
     layers, _, tokens, _ = latents.shape
     values = latents.swapaxes(1, 2).reshape(layers, 1, tokens, -1)
     return np.concatenate([values, turned], axis=3), values
 
 
 def _of_layer(keys: Floats, back: Floats, positions: Positions, rope: Rope | None) -> float:
-    """Noise of a layer's logits. keys: [heads, tokens, D]."""
+    """Return the noise of a layer's logits. keys, back: keys and decoded keys, [heads, tokens, head_dim]."""
     turned = keys if rope is None else rope.turn_back(keys, positions)
     centred = turned - turned.mean(axis=1, keepdims=True)
     differs = _differ(centred, turned)

@@ -1,4 +1,4 @@
-"""Replay a trace through a cache without a KV pool, and find the best possible hits.
+"""Replay a trace through a single cache without a KV pool, and through a cache that knows all later requests.
 
 found = one_cache(trace.requests, policy, options, blocks, trace.block_tokens)
 best = clairvoyant(trace.requests, blocks, trace.block_tokens)
@@ -16,14 +16,14 @@ from manthan.policies import EvictionPolicy, PolicyOptions
 
 
 class _Marks:
-    """Marks of a pool with exact blocks only."""
+    """Marks of a pool's blocks: each block's KV is exact, never decoded."""
 
     def __getitem__(self, block_id: int) -> Mark:
         return Mark.EXACT
 
 
 class _WholePool:
-    """Pool with the blocks of the last request, overwritten by the next request."""
+    """Pool that reports all blocks as resident, so that the request that just ended can be stored."""
 
     marks = _Marks()
 
@@ -31,7 +31,7 @@ class _WholePool:
         return [0] * len(block_hashes)
 
     def _ignore(self, *_: object) -> None:
-        """Do nothing: no block outlives the request."""
+        """Do nothing: the pool has no free queue to keep in order."""
 
     hold = keep = lead = forget = release = _ignore
 
@@ -43,10 +43,10 @@ def one_cache(
     capacity: int,
     block_tokens: int,
 ) -> list[int]:
-    """Return the blocks found by each request in a single cache of `capacity` blocks.
+    """Return the number of blocks that each request finds in a cache of `capacity` blocks.
 
-    A request takes no time. The session is stored at once, as far as stored sessions are worth less. The manager and
-    the policy are the real ones.
+    A request takes no time. Its session is stored at once, as far as the policy drops stored blocks for it. The session
+    manager and the policy are those of a server.
     """
     shape = MemoryShape({0: GroupShape(block_tokens, 1, {0: 1}, is_lossless=True)})
     manager = SessionManager(policy, shape, capacity, 0.0, Events(), options=options)
@@ -69,17 +69,18 @@ def one_cache(
 
 
 def clairvoyant(requests: Sequence[TracedRequest], capacity: int, block_tokens: int) -> list[int]:
-    """Return the blocks found by each request in a cache of `capacity` blocks with knowledge of the future.
+    """Return the number of blocks that each request finds in a cache of `capacity` blocks that knows all requests.
 
-    The block with the latest next use goes first, of equals the deeper (L. A. Belady, "A Study of Replacement
-    Algorithms for a Virtual-Storage Computer", IBM Systems Journal 1966). A block need not be taken in. The cache holds
-    whole prefixes, because a request for a block asks for all blocks before. O(n log n) for n blocks of all requests.
+    The block with the latest next use is dropped first, and of several such blocks the one furthest from its prompt's
+    start (L. A. Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer", IBM Systems Journal 1966).
+    A request's own blocks may be dropped at once. The cache holds whole prefixes, because a request that uses a block
+    uses all blocks before it. The time is O(n log n) for n blocks of all requests.
     """
     following = _next_uses(requests)
     kept: dict[bytes, int] = {}
-    """Number of the next request for each kept block."""
+    """Index of the next request that uses each kept block."""
     order: list[tuple[int, int, bytes]] = []
-    """Next request and depth, both negative. An entry is outdated where `kept` says something else."""
+    """Heap: next request and index in its prompt, both negated, and block hash. Outdated unless `kept` agrees."""
     found = []
     for traced, uses in zip(requests, following, strict=True):
         most = traced.usable_blocks(block_tokens)
@@ -95,7 +96,7 @@ def clairvoyant(requests: Sequence[TracedRequest], capacity: int, block_tokens: 
 
 
 def _next_uses(requests: Sequence[TracedRequest]) -> list[list[int]]:
-    """Number of the next request for each block of each request; a number too high if there is none."""
+    """Return the index of the next request that uses each block of each request; len(requests) if none does."""
     never, upcoming, following = len(requests), dict[bytes, int](), []
     for number in reversed(range(never)):
         hashes = requests[number].hashes

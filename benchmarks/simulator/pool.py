@@ -1,4 +1,4 @@
-"""vLLM's block pool without the KV: the content, the users and the order of blocks."""
+"""Model of vLLM's block pool without the KV: block hashes, reference counts, and the order of the free queue."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,29 +8,30 @@ from manthan.manager.pool import BlockName, FreeBlock, Marks
 
 
 class SimulatedPool:
-    """`Pool` of block ids, in the order of vLLM's BlockPool.
+    """`manthan.manager.pool.Pool` over simulated blocks, with a free queue like that of vLLM's BlockPool.
 
-    A free block keeps the KV until taken from the head of the queue. The queue has empty blocks, then saved blocks,
-    then unsaved blocks, each in the order of release.
+    A block is saved if a tier has a compressed copy. A free block keeps its KV until it is taken from the head of the
+    free queue. The queue has empty blocks, then saved blocks, then unsaved blocks. A newly freed block goes to the head
+    of the empty blocks, or to the end of the saved or unsaved blocks. The methods of `Pool` change this order.
     """
 
     def __init__(self, blocks: int) -> None:
         self.size = blocks
         self.marks = Marks()
         self._empty = list(range(blocks))[::-1]
-        """Free empty blocks. The last is taken first."""
+        """Free blocks without a hash. The last is taken first."""
         self._kept: OrderedDict[int, None] = OrderedDict()
-        """Free saved blocks."""
+        """Free saved blocks, also given up ones."""
         self._rest: OrderedDict[int, None] = OrderedDict()
         """Free unsaved blocks."""
         self._saved: set[int] = set()
-        """Saved blocks, free or not."""
+        """Saved blocks, free or not, and given up blocks."""
         self._given_up: set[int] = set()
-        """Blocks that count as saved until a request uses them."""
+        """Blocks that count as saved, although they may not be, until a request uses them."""
         self._users = [0] * blocks
         self._name: list[BlockName | None] = [None] * blocks
         self._cached: dict[BlockName, int] = {}
-        self._copies: dict[BlockName, list[int]] = {}  # further blocks of the same hash, hidden meanwhile
+        self._copies: dict[BlockName, list[int]] = {}  # further blocks of a hash, not in `_cached`
 
     def __len__(self) -> int:
         return len(self._empty) + len(self._kept) + len(self._rest)
@@ -47,7 +48,7 @@ class SimulatedPool:
     def hit(
         self, block_hashes: Iterable[bytes], serves: Callable[[int], bool] = lambda block: True, group: int = 0
     ) -> list[int]:
-        """Return the blocks up to the first absent block, or the first block refused by `serves`."""
+        """Return the blocks of the hashes before the first absent block, or the first that `serves` refuses."""
         blocks = []
         for block_hash in block_hashes:
             block = self._cached.get((group, block_hash))
@@ -109,7 +110,7 @@ class SimulatedPool:
         self._empty += reversed(empty)
 
     def clear(self) -> None:
-        """Empty the prefix cache, as vLLM's reset does. No block is referenced, or only by transfers."""
+        """Empty the prefix cache, as vLLM's reset does. At most transfers may still reference blocks."""
         for block in (*self._kept, *self._rest):
             self._empty.append(block)
         self._kept.clear()

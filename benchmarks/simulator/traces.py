@@ -1,4 +1,4 @@
-"""Request traces: session, time and blocks of each request. docs/simulate.md has the format."""
+"""Read request traces: session, time and blocks of each request. docs/simulate.md has the format."""
 
 import json
 import lzma
@@ -19,16 +19,19 @@ _TIME = "a number of {}, 0 or more"
 
 
 class TraceError(ValueError):
-    """Unreadable trace, in a sentence with file, line and field."""
+    """Unreadable trace. The message names the file, and the line and field if one is at fault."""
 
 
 class TracedRequest(NamedTuple):
     """Request of a trace.
 
-    at: seconds. session: the client's name; None without a name. hashes: block hashes of all full blocks, first the
-    prompt's, then the answer's as far as the trace has them. prompt_blocks: number of the prompt's hashes.
-    expect_return_s, tool: the client's hints, if any. stop: ending of the answer. agent: session named by the trace,
-    with consecutive requests; empty without a name.
+    at: arrival in seconds.
+    session: the client's name of the session; None without a name.
+    hashes: block hashes of full blocks, first the prompt's, then the answer's as far as the trace has them.
+    prompt_blocks: count of the prompt's hashes.
+    expect_return_s, tool: the client's hints, if any.
+    stop: reason why the answer ended, such as tool_use.
+    agent: the trace's name of the session, whose requests follow one another; empty without a name.
     """
 
     at: float
@@ -52,16 +55,16 @@ class TracedRequest(NamedTuple):
         return -(-self.input_tokens // block_tokens)
 
     def usable_blocks(self, block_tokens: int) -> int:
-        """Return the number of blocks of the prompt to find: the last token is always computed."""
+        """Return the number of prompt blocks that a cache can serve. vLLM always computes the last prompt token."""
         return min(self.prompt_blocks, (self.input_tokens - 1) // block_tokens)
 
     def total_blocks(self, block_tokens: int) -> int:
-        """Return the final number of blocks. The KV of the last token is never computed."""
+        """Return the number of blocks at the answer's end. The KV of the answer's last token is never computed."""
         return -(-(self.input_tokens + max(0, self.output_tokens - 1)) // block_tokens)
 
 
 class Trace(NamedTuple):
-    """Requests in the order of arrival. distinct_blocks: number of all blocks in the trace, partial ones included."""
+    """Requests in the order of arrival. distinct_blocks: count of different prompt blocks, partial ones included."""
 
     name: str
     block_tokens: int
@@ -70,7 +73,7 @@ class Trace(NamedTuple):
 
 
 _Return = Annotated[float | None, Field(gt=0, le=LONGEST_S, allow_inf_nan=False, description=SECONDS)]
-"""Seconds of a hint, as made by a replay."""
+"""Hint: seconds until the session's next request."""
 
 
 class MooncakeLine(BaseModel):
@@ -140,7 +143,7 @@ def _checked(text: str, name: str, number: int) -> MooncakeLine:
 
 
 class _Prefixes:
-    """Block hashes by id, and the id before each: the same id means the same prefix."""
+    """Block hashes by a trace's ids. An id stands for a block and all blocks before it, as a block hash does."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,24 +1,28 @@
-"""Calibrated codec: blocks of a base and refinements, which can be cut from the end; the last refinement is exact.
+"""Calibrated codec: a block is a base and refinements. The last refinement makes the block exact.
 
-The code is embedded: the front of a finer block is a coarser block.
+A level is a precision. The base is the coarsest level, and each refinement adds a finer level. A block whose last
+refinements are cut off is a coarser block.
 
-A group is some layers encoded together: keys before RoPE, values and all heads, or latents, as a vector x of C numbers
-for each token. The profile has each group's mean, a Karhunen-Loeve transform in the metric of errors, and a regression
-from a vector to j: how much later queries attend to the token. Tokens of great weight have finer steps. A block that
-would be too large has steps that are coarser by k, and the same tables:
+A group is some layers, or some heads of a layer, encoded together. A token's keys before RoPE and values, or latents,
+are a vector x of C numbers in a group. The model's profile has, for each group, a mean, a Karhunen-Loeve transform in
+the metric of errors, and a regression from x to j. A low j means that later queries attend much to the token; its steps
+are then finer. If a block would be too large, k coarsens all steps; j alone still chooses the frequency tables:
 
-    q = rint((x - mean) @ forward / 2**((j + k) / 3)), the finest whole numbers; see `manthan.codec.tables.levels`
+    q = rint((x - mean) @ forward / 2**((j + k) / 3)), numbers of the finest lossy level
 
-The base encodes the numbers of the coarsest level, each refinement the numbers of the next. Number i of a group,
-[components, tokens], goes to rANS stream i % streams (see `manthan.codec.cpu.rans`). The last refinement encodes the
-bf16 numbers. Earlier levels are decoded in whole numbers, equal on every machine. Each bf16 number lies in a cell of
-about half the error's deviation, encoded as the distance from the expected cell, and bits inside it. Little-endian:
+Numbers of coarser levels follow from q, see `manthan.codec.tables.levels`. Number i of a group, [components, tokens],
+goes to rANS stream i % streams (see `manthan.codec.cpu.rans`).
 
-    base:             | version u8, 1 | k u8 | 2 zero bytes | j + 8 of groups and tokens, 4 bits each | group by group |
-    refinement:       | group by group |
-    last refinement:  | 1, 3 zero bytes | xxh3-64 of the numbers u64 | layer by layer |
-                      or, where a number is too far:  | 4 zero bytes | numbers |
-    one by one:       | words of each, u32 | states of each one's streams, u32 | words of all, u16 |
+The last refinement encodes bf16 numbers. The finest lossy level predicts them in whole-number arithmetic, which gives
+equal results on every machine. The bf16 numbers are divided into cells, about half the prediction error's deviation
+wide. A number is encoded as the distance of its cell from the predicted cell, and the bits inside the cell.
+Little-endian:
+
+    base:             | version u8, 1 | k u8 | 2 zero bytes | j + 8 of groups and tokens, 4 bits each | rows of groups |
+    refinement:       | rows of groups |
+    last refinement:  | 1, 3 zero bytes | xxh3-64 of the numbers u64 | rows of layers |
+                      or, if that fails or takes more bytes:  | 4 zero bytes | numbers |
+    rows:             | count of each row's words, u32 | states of each row's streams, u32 | words of all rows, u16 |
 """
 
 from collections.abc import Sequence
@@ -46,11 +50,11 @@ STREAM_NUMBERS = 2048
 LEAST_J, END_J = -8, 8
 MOST_K = 60
 SCALES = np.rint(2.0 ** (np.arange(LEAST_J, END_J + MOST_K) / 3) * 256).astype(np.int64)
-"""Steps by j + k, in parts of 1 / 256."""
+"""Steps in units of 1 / 256, by j + k from LEAST_J on."""
 TURN = 14
-"""Fraction bits of cosines in whole numbers."""
+"""Fraction bits of RoPE's cosines and sines as whole numbers."""
 SLACK = 2
-"""Most bytes of lossy levels over the expected bytes, because tokens of great weight need more."""
+"""Bound of the lossy levels' bytes over the expected bytes. Tokens with a low j need more bytes than expected."""
 REFINEMENT = 32
 """Most bytes of a refinement's front and padding."""
 
@@ -60,7 +64,7 @@ Whole = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class KltPreset:
-    """Calibrated codec. level: first level of a block."""
+    """Named choice of a calibrated codec. level: finest level of a newly encoded block."""
 
     name: str
     level: int
@@ -79,11 +83,11 @@ class KltCodec(Codec):
     """Codec on the CPU. Raises HeadDimError; ProfileError for an unfit profile.
 
     Args:
-        name: of the preset.
-        level: first level of a block.
-        head_dim: numbers of a vector.
-        profile: of the section's layers and the rank's heads.
-        rope: RoPE of the model; must be the profile's.
+        name: name of the preset.
+        level: finest level of a newly encoded block.
+        head_dim: count of numbers in a head's keys or values, or in a piece of a latent.
+        profile: profile of the section's layers and the rank's heads.
+        rope: RoPE of the model; must equal the profile's RoPE.
     """
 
     varies = True
@@ -98,7 +102,7 @@ class KltCodec(Codec):
         self._shape = info.layers, len(info.kinds), max(g.place[2] + g.place[3] for g in self._groups), head_dim
 
     def max_nbytes(self, section: Section) -> int:
-        """Most bytes of a section and the refinements."""
+        """Return the most bytes of a section and its refinements."""
         exact = body_nbytes(self._raw(section)) + REFINEMENT if self._level == EXACT else 0
         return self._most_lossy(section) + exact
 
@@ -121,7 +125,7 @@ class KltCodec(Codec):
         return START + int(bits / 8) + (level + 1) * fronts
 
     def _raw(self, section: Section) -> int:
-        """Size of a section's unencoded numbers, with the front of a refinement's body."""
+        """Return the bytes of a section's unencoded numbers, with the 4 bytes ahead of them in the last refinement."""
         return START + len(section.vector_kinds) * section.vectors * section.head_dim * section.dtype.numpy.itemsize
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
@@ -187,7 +191,7 @@ class KltCodec(Codec):
     # -- numbers and rows ---------------------------------------------------------------------------------
 
     def _rows(self, x: Floats, section: Section, positions: Positions) -> list[Floats]:
-        """Rows [tokens, C] of each group, keys turned back to position 0."""
+        """Return the vectors [tokens, C] of each group, keys turned back to position 0."""
         x = x.reshape(-1, *section.shape[-4:])
         if self._rope is not None:
             x = np.stack([self._rope.turn_back(x[0], positions), x[1]])
@@ -198,7 +202,7 @@ class KltCodec(Codec):
         return made
 
     def ungrouped(self, rows: Sequence[Any]) -> Any:
-        """Undo `_rows` but for RoPE: [layers, kinds, heads, tokens, head_dim]."""
+        """Undo `_rows`, but leave keys at position 0. Returns [layers, kinds, heads, tokens, head_dim]."""
         layers, kinds, heads, dim = self._shape
         made = np.empty((layers, kinds, heads, len(rows[0]), dim), rows[0].dtype)
         for g, of in zip(self._groups, rows, strict=True):
@@ -210,7 +214,7 @@ class KltCodec(Codec):
     # -- levels -------------------------------------------------------------------------------------------
 
     def _read(self, bodies: Sequence[Codes], j: Sequence[Whole], k: int, dtype: Any) -> list[Any]:
-        """Return the groups' decoded components, see `places`, from a level's body for each level.
+        """Return the groups' decoded components, see `places`. bodies: rows of the base, then of each refinement.
 
         Raises SizeError, DamagedError.
         """
@@ -233,16 +237,19 @@ class KltCodec(Codec):
 
     @cached_property
     def _errors(self) -> tuple[Whole, Whole]:
-        """Logarithms of errors and fraction bits, [layers, vectors, head_dim] and [layers, vectors]."""
+        """`Group.errors` as [layers, vectors, head_dim], and `Group.points` as [layers, vectors].
+
+        A vector is a head's keys or values.
+        """
         layers, *_, dim = self._shape
         errors = self.ungrouped([g.errors[None].astype(np.int64) for g in self._groups])
         points = self.ungrouped([g.points(self._shape[1])[None] for g in self._groups])
         return errors.reshape(layers, -1, dim), np.ascontiguousarray(points.reshape(layers, -1, dim)[..., 0])
 
     def _near(self, told: Sequence[Any], positions: Positions) -> Any:
-        """Decoded numbers, in parts of 2**-points, [layers, vectors, tokens, head_dim]; None if a number is too far.
+        """Predict the exact numbers, in units of 2**-points, [layers, vectors, tokens, head_dim].
 
-        Sums are whole numbers below 2**53: any order gives them.
+        Returns None if a sum may reach 2**53. Smaller sums of whole numbers are exact in float64, in any order.
 
         Args:
             told: decoded components at the finest lossy level, see `places`.
@@ -264,7 +271,7 @@ class KltCodec(Codec):
 
     @cached_property
     def _wholes(self) -> list[tuple[Any, Any, float]]:
-        """Inverse and mean of each group as whole numbers, and the largest sum of a column of the inverse."""
+        """Inverse and mean of each group as whole numbers, and the largest sum of magnitudes in an inverse's column."""
         made = []
         for g in self._groups:
             unit = np.ldexp(1.0, g.points(self._shape[1]) + 12)
@@ -273,7 +280,7 @@ class KltCodec(Codec):
         return made
 
     def _arguments(self, near: Any, j: Sequence[Whole], k: int) -> list[tuple[Any, ...]]:
-        """Arguments of the kernels for each layer."""
+        """Return each layer's arguments of `write_exact` and `read_exact`: predicted numbers, errors, j + k, points."""
         errors, points = self._errors
         rows = [np.repeat(by[:, None] + k, g.mean.size, 1) for g, by in zip(self._groups, j, strict=True)]
         by_vector = self.ungrouped(rows)[..., 0].reshape(len(near), -1, near.shape[2])
@@ -317,9 +324,9 @@ class KltCodec(Codec):
 
 
 def features(x: Floats, group: Any, head_dim: int) -> Floats:
-    """Return the features of the weight's regression, [tokens, C + C / head_dim + 1].
+    """Return the features from which a regression gives j, [tokens, C + C / head_dim + 1].
 
-    group: has a center and deviations.
+    group: has `center` and `deviations`, as `Group` has.
     """
     z = (x - group.center) / group.deviations
     energies = np.square(z.reshape(len(z), -1, head_dim)).mean(2)
@@ -335,25 +342,33 @@ def shifts_of(group: Group, x: Floats) -> Whole:
 
 
 def finest(y: Any, shifts: Whole) -> Any:
-    """Finest whole numbers int16 [C, tokens] of components; None if a number takes more than 16 bits."""
+    """Return the finest lossy level's numbers, int16 [C, tokens]; None if a number takes more than 16 bits.
+
+    Args:
+        y: components [tokens, C].
+        shifts: j + k, [tokens].
+    """
     q = np.rint(y * (256 / SCALES[shifts - LEAST_J]).astype(np.float32)[:, None])
     return np.ascontiguousarray(q.T.astype(np.int16)) if (np.abs(q) <= FURTHEST).all() else None
 
 
 def places(group: Group, q: Any, j: Whole, k: int, level: int) -> Any:
-    """Decoded components float64 [C, tokens], in parts of 1 / FINE and 1 / 256."""
+    """Return the decoded components at a level, float64 [C, tokens], in units of 1 / (256 * FINE)."""
     made = np.empty(q.shape)
     _kernels().places(q, group.tables, j, *_numbers(level, j, k), made)
     return made
 
 
 def _numbers(level: int, j: Whole, k: int) -> tuple[int, Any, Whole]:
-    """Size of a step in parts, positions in intervals, and scales of tokens, for the kernels."""
+    """Return the kernels' arguments at a level.
+
+    They are the step in units of 1 / FINE, the decoded positions in intervals, and the factor of each token's steps.
+    """
     return levels.STEPS[level] * levels.FINE, levels.centres()[level], SCALES[j + k - LEAST_J]
 
 
 def written(groups: Sequence[Group], q: Sequence[Any], j: Sequence[Whole], level: int) -> Codes:
-    """Return the encoded numbers of a level, from the groups' finest numbers."""
+    """Return the encoded rows of a level. q: the groups' numbers of the finest lossy level."""
     made = []
     for g, of, by in zip(groups, q, j, strict=True):
         states, words = np.empty(streams_of(of.size), np.uint32), np.empty(2 * of.size, np.uint16)
@@ -369,12 +384,12 @@ def _sections(x: Any, section: Section) -> Numbers:
 
 
 def front(groups: Sequence[Group], tokens: int) -> int:
-    """Bytes of a part without words, with the front and padding."""
+    """Return the bytes of a base's or refinement's rows without words, plus REFINEMENT."""
     return sum(4 + 4 * streams_of(g.mean.size * tokens) for g in groups) + REFINEMENT
 
 
 def streams_of(numbers: int) -> int:
-    """Number of streams of `numbers` numbers: a power of 2, at most STREAMS_MAX."""
+    """Number of streams of a row of `numbers` numbers: a power of 2, at most STREAMS_MAX."""
     return min(STREAMS_MAX, 1 << (numbers // STREAM_NUMBERS).bit_length())
 
 
@@ -385,7 +400,10 @@ def _joined(made: Sequence[tuple[Any, Any]]) -> Codes:
 
 
 def _parted(body: Codes, streams: Sequence[int]) -> tuple[Any, list[Any], Any]:
-    """Undo `_joined`. Returns numbers of words, states, and all words. Raises SizeError, DamagedError."""
+    """Undo `_joined`. Returns each row's count of words, each row's states, and all words.
+
+    Raises SizeError, DamagedError.
+    """
     begin = 4 * (len(streams) + sum(streams))
     if body.size < begin or (body.size - begin) % 2:
         raise SizeError(f"{body.size} bytes are not {len(streams)} entropy-coded rows: {begin} and words are.")

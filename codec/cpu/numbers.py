@@ -1,7 +1,7 @@
-"""Numbers of the KV cache as float32, and float32 as numbers of the cache.
+"""Convert the KV cache's numbers to float32, and float32 to the cache's numbers.
 
-fp8 numbers are bytes: the highest bit is the sign, the next ones are the exponent, and the `mantissa` lowest ones the
-fraction. Below the first exponent numbers are subnormal.
+An fp8 number is a byte: the highest bit is the sign, the lowest `mantissa` bits are the fraction, and the bits between
+are the exponent. A number with exponent 0 is subnormal.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Fp8:
-    """Kind of fp8.
+    """Format of 8-bit floats.
 
-    mantissa: bits of the fraction.
+    mantissa: number of fraction bits.
     least: exponent of the smallest normal number, biased as in float32.
     largest: largest finite number.
     """
@@ -38,11 +38,11 @@ FORMS = {Dtype.FLOAT8_E4M3: Fp8(3, 127 - 6, 448.0), Dtype.FLOAT8_E5M2: Fp8(2, 12
 
 
 def as_floats(x: Numbers, dtype: Dtype = Dtype.BFLOAT16) -> Floats:
-    """Return the numbers as float32; exact.
+    """Return the numbers as float32. The conversion is exact.
 
     Args:
         x: numbers of any shape; uint16 holds bf16's bits.
-        dtype: of the numbers, needed for fp8's bits.
+        dtype: dtype of the numbers. Only fp8 needs it, because uint8 does not tell which fp8 format.
     """
     if dtype.is_fp8:
         made: Floats = table(dtype)[x]
@@ -70,7 +70,7 @@ def bf16_bits(x: Floats) -> npt.NDArray[np.uint16]:
 
 
 def fold(rows: Floats) -> Floats:
-    """Sum over rows: add the upper half onto the lower, until a single row is left. Overwrites rows."""
+    """Return the sum of rows: add the upper half onto the lower, until a single row is left. Overwrites rows."""
     while len(rows) > 1:
         half = (len(rows) + 1) // 2
         rows[: len(rows) - half] += rows[half:]
@@ -89,7 +89,7 @@ def check_finite(x: Floats) -> None:
 
 @lru_cache
 def table(dtype: Dtype) -> Floats:
-    """Number of each fp8 byte, [256]."""
+    """Return the number that each fp8 byte stands for, float32 [256]."""
     form = FORMS[dtype]
     code = np.arange(SIGN)
     exponent, fraction = code >> form.mantissa, code % (1 << form.mantissa)
@@ -115,12 +115,12 @@ def _as_fp8(x: Floats, form: Fp8) -> Numbers:
 
 
 class Fp8Codec(Codec):
-    """Codec of float32 for sections of fp8.
+    """Codec of fp8 sections: another codec encodes their numbers as float32.
 
     Args:
-        codec: of float32.
-        scales: float32 that broadcast to a section; the codec sees the numbers times their scales. None for a cache
-            whose scales never change: the codec sees the bytes' own numbers.
+        codec: codec of the float32 numbers.
+        scales: float32 that broadcast to a section's shape. `codec` encodes the numbers times their scales. None if the
+            cache's scales never change: `codec` encodes the numbers without scales.
     """
 
     def __init__(self, codec: Codec, scales: Floats | None = None) -> None:
@@ -128,7 +128,7 @@ class Fp8Codec(Codec):
         self._scales = scales
 
     def scaled(self, scales: Floats) -> Codec:
-        """Return the codec for numbers with scales. A codec with a scale for each vector needs none."""
+        """Return the codec for numbers with `scales`. A codec that stores a scale with each vector ignores them."""
         return self if self._codec.scales_vectors else Fp8Codec(self._codec, scales)
 
     def max_nbytes(self, section: Section) -> int:

@@ -17,10 +17,11 @@ HEAD_DIM, TOKENS = 64, 256
 
 
 def main(dtype: str, codecs: Sequence[str]) -> None:
-    """Compile the kernels of all codecs. They are the same for all shapes and profiles.
+    """Compile the CPU kernels of some codecs. The kernels are the same for all shapes and profiles.
 
     Args:
         dtype: name of the KV cache's dtype in `Dtype`.
+        codecs: names of the codecs.
     """
     shape = BlockShape(layers=1, heads=1, tokens=16, head_dim=HEAD_DIM, dtype=Dtype[dtype])
     for codec in codecs:
@@ -29,7 +30,7 @@ def main(dtype: str, codecs: Sequence[str]) -> None:
 
 
 def _facts() -> ModelFacts:
-    """Return a profile of random numbers, and its RoPE."""
+    """Return a profile calibrated on random numbers, with the profile's RoPE."""
     rope = Rope(tuple(np.geomspace(1, 1e-4, HEAD_DIM // 2)))
     builder, chance = ProfileBuilder(ProfileInfo("", 1, 1, HEAD_DIM, rope, "none")), np.random.default_rng(0)
     parts = chance.standard_normal((2, 1, TOKENS, HEAD_DIM), np.float32)

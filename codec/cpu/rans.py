@@ -1,26 +1,32 @@
-"""Small integers to bytes and back, by range asymmetric numeral systems (rANS; Duda, 2013), many streams side by side.
+"""Encode small integers to bytes, and decode, by range asymmetric numeral systems (rANS; Duda, 2013) in many streams.
 
-Integers come in rows: a row is a layer's, [components, tokens], and every component has a table of frequencies. Number
-i of a row belongs to stream i % streams; all streams of a row share one run of words (Giesen, "Interleaved entropy
-coders", 2014), so that many threads can decode a row in step: each finds the thread's next word from the states of all
-streams.
+Integers come in rows: a row has one layer's integers, [components, tokens]. Every component has a table of frequencies.
+Number i of a row belongs to stream i % streams. All streams of a row share one sequence of 16-bit words (Giesen,
+"Interleaved entropy coders", 2014), so that many threads can decode a row in step. A thread finds its next word from
+the states of all streams.
 
-    x = state of the stream, 2**16 to 2**32 - 1; f, c = frequency and sum of earlier frequencies, of 2**12 encode, from
-    the last number to the first: x >= f * 2**20: the low 16 bits of x become a word, x = x // 2**16 x = x // f * 2**12
-    + c + x % f decode, from the first to the last: s = the symbol with c <= x % 2**12 < c + f; x = f * (x // 2**12) + x
-    % 2**12 - c x < 2**16: x = x * 2**16 + the next word
+    x: state of a stream, 2**16 to 2**32 - 1
+    f, c: frequency of a symbol, and sum of the earlier symbols' frequencies; all frequencies sum to 2**12
 
-A state begins at 2**16, and decoding must end there. Integers of -127 to 127 are symbols. An integer without a
-frequency is the symbol ESCAPE, followed by the integer, -32,768 to 32,767, as a separate word. Words stand in the order
-of decoding. As bytes, little-endian:
+    encode, from the last number to the first:
+        if x >= f * 2**20: the low 16 bits of x become a word, and x = x // 2**16
+        x = x // f * 2**12 + c + x % f
+    decode, from the first number to the last:
+        the symbol is the one with c <= x % 2**12 < c + f
+        x = f * (x // 2**12) + x % 2**12 - c
+        if x < 2**16: x = x * 2**16 + the next word
 
-    | words of each row | states of each row's streams, u32 | words of all rows, u16 |
+An encoder's state begins at 2**16, and a decoder's must end there. Integers of -127 to 127 are symbols. An integer
+without a frequency is the symbol ESCAPE, followed by the integer, -32,768 to 32,767, as a separate word. Words stand in
+the order of decoding. As bytes, little-endian:
 
-The number of words of a row is u16, or u32 for rows with possibly more words.
+    | count of each row's words | states of each row's streams, u32 | words of all rows, u16 |
 
-A section beyond the bound, or with a number of more than 16 bits, doubles the steps until the section fits. The whole
-numbers are divided by 2 to the number of doublings and rounded, ties to even. In the limit all are zeros, below every
-table's expectation.
+A count is u16, or u32 for rows that may have 2**16 words or more.
+
+If a section is larger than its bound, or a number takes more than 16 bits, quantization steps are doubled until the
+section fits. The integers are divided by 2**doublings and rounded, ties to even. In the end all integers are 0. They
+fit, because a 0 takes fewer bits than a table's average symbol.
 """
 
 from collections.abc import Callable
@@ -42,21 +48,21 @@ STREAMS_MAX = 32
 WORDS_A_NUMBER = 28 / 16
 """Most words of a number: 12 bits for the escape, and 16 for the number."""
 SLACK = 27, 20
-"""Most bytes of a section over the expected bytes: 1.35, as whole numbers."""
+"""Bound of a section's bytes over its expected bytes, as a fraction: 27 / 20."""
 MOST_DOUBLINGS = 16
 """Doublings after which all 16-bit numbers are 0."""
 FURTHEST = 32767
-"""Largest written number, of either sign."""
+"""Largest magnitude of a number that `write` writes."""
 
 Integers = npt.NDArray[np.int16]
 
 
 class Rows(NamedTuple):
-    """Layout of rows, known before the numbers.
+    """Layout of rows, which a decoder must know.
 
-    components: int64 [rows].
-    tables: uint8 [sum of components], the frequencies of each.
-    tokens, streams: of every row.
+    components: int64 [rows], count of each row's components.
+    tables: uint8 [sum of components], each component's index in the tables of `Coder`.
+    tokens, streams: counts in every row.
     """
 
     components: npt.NDArray[np.int64]
@@ -74,7 +80,7 @@ class Rows(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """Entropy-coded rows. states: uint32 [rows, streams]. sizes: int64 [rows], words of a row. words: of all rows."""
+    """Encoded rows. states: uint32 [rows, streams]. sizes: int64 [rows], count of each row's words. words: uint16."""
 
     states: npt.NDArray[np.uint32]
     sizes: npt.NDArray[np.int64]
@@ -82,12 +88,12 @@ class Coded(NamedTuple):
 
 
 def streams_of(numbers: int) -> int:
-    """Number of streams of a row of `numbers` numbers: a power of 2, about 1,024 numbers each, at most 32."""
+    """Number of streams of a row: the least power of 2 with at most 1,024 numbers a stream, but at most 32."""
     return min(STREAMS_MAX, 1 << max(0, (numbers - 1) // STREAM_NUMBERS).bit_length())
 
 
 def bound(expected_nbytes: int) -> int:
-    """Most bytes of a section with `expected_nbytes` expected bytes."""
+    """Bound of the bytes of a section with `expected_nbytes` expected bytes."""
     times, of = SLACK
     return -(-expected_nbytes * times // of)
 
@@ -102,7 +108,7 @@ def _counts(numbers: int) -> np.dtype[np.unsignedinteger]:
 
 
 def check_front(codes: Codes, codec: str, most_doublings: int) -> int:
-    """Number of doublings at the front of an encoded section. Raises DamagedError."""
+    """Return the number of doublings, from the front of an encoded section. Raises DamagedError."""
     front: list[int] = codes[:START].tolist()
     if front != [VERSION, front[1], 0, 0] or front[1] > most_doublings:
         raise DamagedError(f"codes of {codec} begin with {bytes(front).hex()}: 01000000 does.")
@@ -110,7 +116,7 @@ def check_front(codes: Codes, codec: str, most_doublings: int) -> int:
 
 
 class Coder:
-    """Coder with frequencies uint16 [tables, 256]: each table's sum is 4,096, ESCAPE's is at least 1, none 4,096."""
+    """Coder with frequencies uint16 [tables, 256]. A table sums to 4,096; ESCAPE has at least 1, no symbol 4,096."""
 
     def __init__(self, frequencies: npt.NDArray[np.uint16]) -> None:
         wide = frequencies.astype(np.uint32)
@@ -127,7 +133,7 @@ class Coder:
         return numba_kernels
 
     def encode(self, numbers: Integers, rows: Rows, most: int) -> Coded | None:
-        """Encode the rows' numbers, row by row. Returns None beyond `most` words."""
+        """Encode the rows' numbers, row by row. Returns None if they take more than `most` words."""
         states = np.empty((len(rows.components), rows.streams), np.uint32)
         sizes = np.empty(len(rows.components), np.int64)
         words = np.empty(most, np.uint16)
@@ -135,7 +141,7 @@ class Coder:
         return None if first < 0 else Coded(states, sizes, words[first:])
 
     def decode(self, coded: Coded, rows: Rows) -> Integers:
-        """Decode the rows' numbers. Raises DamagedError for words never written by an encoder."""
+        """Decode the rows' numbers. Raises DamagedError for words that no encoder writes."""
         numbers = np.empty(int(rows.components.sum()) * rows.tokens, np.int16)
         whole = int(coded.sizes.sum()) == coded.words.size and bool((coded.states >= LOWEST).all())
         if not whole or not self._kernels().decode(*coded, *rows, self.decoding, numbers):
@@ -145,14 +151,14 @@ class Coder:
     def write(
         self, numbers: Integers | npt.NDArray[np.float64], rows_of: Callable[[int], Rows], out: Codes
     ) -> tuple[int, int]:
-        """Write whole numbers into the front of `out`, with the fewest doublings of their steps that fit.
+        """Write whole numbers into the first bytes of `out`, with the fewest doublings of the steps that fit.
 
         Args:
-            numbers: of all rows, row by row; float64 if some take more than 16 bits.
-            rows_of: returns the rows for a number of doublings.
-            out: uint8, the room for the rows.
+            numbers: numbers of all rows, row by row; float64 if some take more than 16 bits.
+            rows_of: returns the layout of the rows for a number of doublings.
+            out: uint8. Its size bounds the written bytes.
 
-        Returns: the number of doublings, and of written bytes.
+        Returns: the number of doublings, and the number of written bytes.
         """
         short = numbers.dtype == np.int16
         least = 0 if short else max(0, int(np.frexp(np.abs(numbers).max())[1]) - 15)
@@ -171,7 +177,7 @@ class Coder:
         raise AssertionError(f"{numbers.size} zeros do not fit into {out.size} bytes")
 
     def read(self, codes: Codes, rows: Rows) -> Integers:
-        """Undo `write`, but for the doublings. Raises SizeError, DamagedError."""
+        """Return the numbers that `write` wrote, still divided by 2**doublings. Raises SizeError, DamagedError."""
         count, begin, dtype = len(rows.components), rows.front, rows.counts
         if codes.size < begin or (codes.size - begin) % 2:
             raise SizeError(f"{codes.size} bytes are not {count} entropy-coded rows: {begin} and words of 2 bytes are.")

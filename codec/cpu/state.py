@@ -1,15 +1,15 @@
-"""Recurrent states of Mamba and linear attention layers, in bf16 or in 8 bits with a scale for each row.
+"""Encode recurrent states of Mamba and linear attention layers, in bf16 or in 8 bits with a scale for each row.
 
-A layer's state is all that it knows of the tokens so far: a matrix for each head, a tenth of a session's bytes or more
-in float32, and the last inputs of a short convolution, which are few and kept exact.
+A layer's state is all that the layer keeps of the tokens so far. It has a matrix for each head, and the last inputs of
+a short convolution. In float32 the matrices take a tenth of a session's bytes or more. The inputs are few, and are kept
+exact. The encoded parts of a state stand one behind the other, each for all layers:
 
-    each part of a state, one behind the other:
-        kept exact     its bytes, layer after layer
-        bf16           uint16 [numbers], rounded to the nearest, ties to even
-        int8           float32 [rows], the scales; int8 [rows, numbers of a row]
+    kept exact     the part's bytes, layer after layer
+    bf16           uint16 [numbers], rounded to the nearest, ties to even
+    int8           float32 [rows], the scales; int8 [rows, numbers of a row]
 
-A row's scale is its largest magnitude over 127: an error is at most half of that, a 254th of the row's largest number.
-Padding is not kept: it comes back as zeros.
+A row's scale is its largest magnitude over 127. An error is at most half the scale, a 254th of the largest magnitude.
+Padding is not kept, and is decoded to zeros.
 """
 
 import math
@@ -23,17 +23,17 @@ from manthan.codec.cpu.numbers import Floats, as_floats, as_numbers
 from manthan.codec.errors import NonFiniteError, ShapeError, SizeError
 
 STATE_CODECS = {"bf16": "state-bf16", "int8": "state-int8"}
-"""Codecs of states, by configured name."""
+"""Codec names, by the name in the configuration."""
 LEVELS = 127
 
 
 @dataclass(frozen=True)
 class StatePart:
-    """Part of a layer's state.
+    """Part of a layer's state: the matrices, or the inputs of the convolution.
 
-    nbytes: of a single layer.
-    row: numbers of a row of the matrices, the last dimension; 0 for an exact part.
-    dtype: of the numbers.
+    nbytes: bytes of the part in a single layer.
+    row: count of numbers in a matrix's row, the last dimension; 0 for a part that is kept exact.
+    dtype: dtype of the numbers.
     """
 
     nbytes: int
@@ -51,11 +51,11 @@ class StateLayout:
 
 
 class StateCodec(Codec):
-    """Codec of states. Each method raises ShapeError for a section of a different layout.
+    """Codec of states. `max_nbytes` and `decode` raise ShapeError for a section of a different layout.
 
     Args:
-        name: one of STATE_CODECS.
-        layout: of the sections.
+        name: a value of STATE_CODECS.
+        layout: layout of a section's bytes.
     """
 
     def __init__(self, name: str, layout: StateLayout) -> None:
@@ -91,18 +91,18 @@ class StateCodec(Codec):
         return pages.reshape(section.shape)
 
     def is_exact(self, part: StatePart) -> bool:
-        """True if the part would become no smaller, or must not."""
+        """True if the part is kept exact: it must be, or encoding would make it no smaller."""
         return not part.row or (part.dtype.numpy.itemsize <= 2 and not self.is_int8)
 
     def coded_nbytes(self, part: StatePart) -> int:
-        """Bytes of a part of all layers."""
+        """Return the encoded bytes of a part, for all layers."""
         if self.is_exact(part):
             return self.layout.layers * part.nbytes
         numbers = self.layout.layers * part.nbytes // part.dtype.numpy.itemsize
         return numbers + 4 * (numbers // part.row) if self.is_int8 else 2 * numbers
 
     def _encoded(self, found: Codes, part: StatePart) -> list[npt.NDArray[np.generic]]:
-        """Arrays to write for a part of all layers, uint8 [layers, bytes]."""
+        """Return the arrays to write for a part. found: the part's bytes, uint8 [layers, nbytes]."""
         if self.is_exact(part):
             return [found]
         x = as_floats(found.reshape(-1).view(part.dtype.numpy)).reshape(-1, part.row)
@@ -117,7 +117,7 @@ class StateCodec(Codec):
         return [scales, np.clip(np.rint(steps), -LEVELS, LEVELS).astype(np.int8)]
 
     def _decoded(self, codes: Codes, part: StatePart) -> npt.NDArray[np.generic]:
-        """Bytes or numbers of a part of all layers."""
+        """Return a part's decoded bytes or numbers, for all layers."""
         if self.is_exact(part):
             return codes
         if not self.is_int8:

@@ -1,4 +1,4 @@
-"""Parts shared by the CUDA kernels of all codecs: constants, arguments, and exact sections."""
+"""Code shared by the codecs with CUDA kernels: constants and arguments of kernels, and exact sections."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from manthan.codec.gpu.paged import Batch, Form, PagedLayout
 from manthan.codec.tables.rotation import block_sizes, rotation
 
 DTYPES = (Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32, Dtype.FLOAT8_E4M3, Dtype.FLOAT8_E5M2)
-"""Dtypes by the kernels' number DTYPE."""
+"""Dtypes. A dtype's index is the value of the kernels' macro DTYPE."""
 ALIGNMENT = 16
-"""Bytes read at once by kernels if all vectors begin at multiples."""
+"""Bytes that a thread reads at once, if all vectors begin at multiples of this number."""
 
 
 class Job(ctypes.Structure):
-    """`struct Job` of common.cu."""
+    """Argument of kernels: `struct Job` of common.cu."""
 
     _fields_ = (
         *(
@@ -47,8 +47,9 @@ class Job(ctypes.Structure):
         tokens: int,
         payload: Sequence[int],
     ) -> Self:
-        """Return the job for sections of `tokens` tokens of a block. caches: `addresses`. payload: offsets of keys and
-        of values in an encoded block.
+        """Return the job for sections of `tokens` tokens of a block, without a batch of blocks.
+
+        caches: result of `addresses`. payload: byte offsets of keys and of values in an encoded block.
         """
         return cls(
             caches=caches.data_ptr(),
@@ -76,13 +77,13 @@ class Job(ctypes.Structure):
 
 
 def addresses(layout: PagedLayout) -> torch.Tensor:
-    """Addresses of the caches, then of the layers of bytes, int64 [layers], on their device."""
+    """Return the addresses of the caches, then of the layers of opaque bytes: int64 [layers], on the caches' device."""
     beside = layout.beside.caches if layout.beside else ()
     return torch.tensor([layer.data_ptr() for layer in (*layout.caches, *beside)], device=layout.caches[0].device)
 
 
 def exact_jobs(layout: PagedLayout, caches: torch.Tensor, form: Form, exact: int) -> list[Job]:
-    """Return the jobs for exact sections, if the first `exact` tokens are exact. caches: `addresses`."""
+    """Return the jobs for the exact sections of blocks with `exact` exact tokens. caches: result of `addresses`."""
     jobs, first, at = [], len(layout.caches), form.starts[0]
     for run in layout.raw():
         jobs.append(Job.plan(run, caches[first:], form, 0, 1, (at, at)))
@@ -95,7 +96,7 @@ def exact_jobs(layout: PagedLayout, caches: torch.Tensor, form: Form, exact: int
 
 
 def scales_of(layout: PagedLayout, form: Form) -> dict[str, int]:
-    """Return fields of the kernels' `Sections`: where in an encoded block the scales of latents are, if any."""
+    """Return the kernels' arguments for the scales of latents, fields of `struct Sections`. Empty without scales."""
     if layout.scales is None:
         return {}
     section = int(layout.scales.place == 0 and layout.beside is not None)
@@ -103,7 +104,7 @@ def scales_of(layout: PagedLayout, form: Form) -> dict[str, int]:
 
 
 def is_aligned(layout: PagedLayout) -> bool:
-    """True if all vectors begin at multiples of ALIGNMENT, and are of as many bytes."""
+    """True if all vectors begin at multiples of ALIGNMENT bytes, and have a multiple of ALIGNMENT bytes."""
     parts = [layout, layout.coded, *layout.raw()]
     numbers = [
         number
@@ -116,7 +117,7 @@ def is_aligned(layout: PagedLayout) -> bool:
 
 
 def sources(names: Sequence[str]) -> str:
-    """Return the files' text, joined."""
+    """Return the joined text of kernel source files."""
     folder = resources.files("manthan.codec.gpu").joinpath("kernels")
     return "\n".join((folder / name).read_text() for name in names)
 
@@ -127,10 +128,11 @@ def constants(
     """Return the source text of constants and macros, to precede the kernels' sources.
 
     Args:
-        head_dim: numbers of a vector.
-        dtype: of the cache.
-        aligned: True if all vectors begin at multiples of ALIGNMENT bytes.
-        macros, words: additions of a codec.
+        head_dim: count of numbers in a vector.
+        dtype: dtype of the cache's numbers.
+        aligned: see `is_aligned`.
+        macros: a codec's further macros, by name.
+        words: a codec's further constants, arrays of unsigned int, by name.
     """
     made = rotation(head_dim)
     shared = {"THREADS": THREADS, "HEAD_DIM": head_dim, "DTYPE": DTYPES.index(dtype), "ALIGNED": int(aligned)}
@@ -147,7 +149,7 @@ def constants(
 
 
 def as_bits(floats: np.ndarray) -> list[int]:
-    """Return the bits of float32."""
+    """Return the bits of numbers as float32."""
     found: list[int] = np.asarray(floats, np.float32).view(np.uint32).tolist()
     return found
 

@@ -1,7 +1,7 @@
 """Compiled kernels on disk, so that a machine compiles them once and not again for each engine.
 
-The kernels are next to vLLM's: in `manthan/kernels` of VLLM_CACHE_ROOT, or else of `vllm` in XDG_CACHE_HOME. A file's
-name covers all inputs of the content. So a file never changes, and any file can be removed.
+The folder is `manthan/kernels` in VLLM_CACHE_ROOT, by default `vllm` in XDG_CACHE_HOME. A file's name is a hash of all
+that its content depends on. So a file never changes, and any file can be removed.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ DIGEST_BYTES = 32
 
 
 def cache_folder() -> Path:
-    """Return the folder by this process's environment."""
+    """Return the folder that this process's environment names."""
     xdg = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(xdg, "vllm")
     return Path(root).expanduser() / "manthan" / "kernels"
@@ -32,7 +32,10 @@ class KernelCache:
         self._unwritten: dict[Path, bytes] = {}
 
     def compiled(self, named: tuple[str, ...], make: Callable[[], bytes]) -> bytes:
-        """Return the result of the first `make` for `named`, in any process."""
+        """Return the kernel compiled for `named`: from the folder if some process left it there, else from `make`.
+
+        named: all that the kernel depends on.
+        """
         path = self._folder / f"{DIGEST(repr(named).encode()).hexdigest()}.cubin"
         kept = self._unwritten.get(path) or self._read(path)
         if kept is not None:
