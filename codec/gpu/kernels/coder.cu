@@ -1,10 +1,10 @@
-// rANS by a warp: its threads are the streams of some rows, and take their steps together. A row's words are written
-// from their end, and read from their beginning.
+// rANS by a warp. A row is a sequence of numbers that is coded in 1 to 32 streams; a thread has one stream of one row,
+// and all threads take a step at the same time. Words are written from their end, and read from their beginning.
 
-struct Streams {  // of a warp that works on some rows
-    u32 first;                    // lane of its row
-    int stream, together, row;
-    u32 group, before;            // the lanes of its row, and those of them before it
+struct Streams {  // of a thread
+    u32 first;                    // first lane of the thread's row
+    int stream, together, row;    // index of the stream in its row; number of rows in a warp; index of the row
+    u32 group, before;            // lanes of the thread's row; those of them before the thread
 
     __device__ __forceinline__ Streams(int streams) {
         const int lane = threadIdx.x % 32;
@@ -16,8 +16,9 @@ struct Streams {  // of a warp that works on some rows
     }
 };
 
-// Each thread puts a symbol into its stream: entry has its frequency (12 bits) and the sum of those before it (12).
-// inverse: 2**32 divided by the frequency. at: where in `words` its row begins; below 0 if they do not fit.
+// Each thread puts a symbol into its stream. entry: the symbol's frequency (12 bits), and the sum of the frequencies of
+// the symbols before it (12). inverse: 2**32 divided by the frequency. at: index of the row's first word so far; below 0
+// if the words do not fit.
 __device__ __forceinline__ void put_symbol(u32& x, int& at, u16* words, u32 entry, u32 inverse, const Streams& me) {
     const u32 often = entry & 4095, sum = entry >> 12 & 4095;
     const bool full = x >> 20 >= often;
@@ -30,8 +31,8 @@ __device__ __forceinline__ void put_symbol(u32& x, int& at, u16* words, u32 entr
     x += whole * (4096 - often) + sum;
 }
 
-// The same for symbols some of which are none: those of threads not `on`; and with ESCAPES some are escapes with `value`
-// behind them.
+// As `put_symbol`, but threads that are not `on` put nothing. With ESCAPES, an entry with the highest bit is an escape,
+// behind which `value` is put as a word.
 template <bool ESCAPES>
 __device__ __forceinline__ void put_any(u32& x, int& at, u16* words, u32 entry, u32 inverse, int value, bool on,
                                         const Streams& me) {
@@ -48,7 +49,7 @@ __device__ __forceinline__ void put_any(u32& x, int& at, u16* words, u32 entry, 
     if (on) x += whole * (4096 - often) + sum;
 }
 
-struct Reader {  // of a row's words; there is a word at its end, of whatever kind, where it has none
+struct Reader {  // of a row's words. A row without words still has a word that can be read, of any value.
     const u16* words;
     u32 size, at;
 
@@ -58,8 +59,8 @@ struct Reader {  // of a row's words; there is a word at its end, of whatever ki
     }
 };
 
-// Behind a symbol: next is its stream's state without the word that it may lack. Returns the word behind an escape. All
-// threads read a word, whether they need it or not: none waits for others.
+// Finish a symbol: refill states, and return the word behind an escape. next: the stream's state after the symbol, to
+// which a word is added if it is too low. Every thread reads a word, even if it needs none, so that none waits.
 __device__ __forceinline__ u32 take_words(u32& x, u32 next, Reader& reader, bool escaped, bool on, const Streams& me) {
     const bool low = on && next < LOWEST;
     const u32 lows = __ballot_sync(FULL, low), escapes = __ballot_sync(FULL, escaped);

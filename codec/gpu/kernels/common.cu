@@ -1,5 +1,5 @@
-// Paged KV to codes and back: what all parts share. The parts of a codec are put together in the order of its SOURCES and
-// compiled by NVRTC for one head size and cache dtype.
+// Paged KV to encoded blocks and back: what all kernels share. The files of a codec are joined in the order of its
+// SOURCES, and compiled by NVRTC for one head size and cache dtype.
 //
 // What comes from Python, ahead of this text, as macros: THREADS (of blocks of threads), HEAD_DIM, DTYPE (0 bf16, 1 fp16,
 // 2 fp32, 3 fp8 e4m3, 4 fp8 e5m2), ALIGNED (vectors begin at multiples of 16 bytes). As constants, floats as their bits:
@@ -15,9 +15,9 @@ typedef long long i64;
 #define FULL 0xffffffffu
 #define EXPONENT 0x7f800000u
 #define WARPS (THREADS / 32)
-#define SPREAD_WARP (threadIdx.x / 32 * gridDim.x + blockIdx.x)  // the first go to as many processors as there are
+#define SPREAD_WARP (threadIdx.x / 32 * gridDim.x + blockIdx.x)  // the first gridDim.x are in different blocks
 
-struct Job {  // sections of n blocks of one form
+struct Job {  // arguments of a kernel: sections of n blocks with the same layout
     const u64* caches;     // [layers] addresses
     const i64* block_ids;  // [n]
     const i64* offsets;    // [n] multiples of 16: block i is at codes + offsets[i]
@@ -29,17 +29,17 @@ struct Job {  // sections of n blocks of one form
     i64 block_stride;               // in elements, as the next three; within a block they fit an int
     i64 at[2];                      // first key and first value of the sections in a paged block
     i64 payload[2];                 // where keys and values begin in an encoded block, in bytes
-    i64 ends[4];                    // of scales and planes; up to the next multiple of 16 there are zeros
+    i64 ends[4];                    // of a block's arrays, in bytes; zeros follow up to the next multiple of 16
     int head_stride, token_stride;  // in elements
     int n, layers, heads, tokens;   // tokens: of the sections
-    int kinds, vector_nbytes;       // of sections that stay as they are: 1 where they have no values; bytes of a vector
+    int kinds, vector_nbytes;       // of exact sections: 2 for keys and values, else 1; bytes of a vector
 };
 
 #define GOOD 0x7fffffff
 #define BAD_CHECKSUM -1
 #define BAD_HEADER -2  // minus the offset of the first byte that differs
 
-// Not reckoned again where it is used.
+// Keep x in a register, so that the compiler does not compute it again at each use.
 __device__ __forceinline__ void pin(u32& x) { asm volatile("" : "+r"(x)); }
 
 __device__ __forceinline__ float f(u32 bits) { return __uint_as_float(bits); }
@@ -65,12 +65,12 @@ __device__ __forceinline__ Word store(float x) { return (Word)bf16_bits(b(x)); }
 #else
 typedef u8 Word;
 #define FP8_BITS (DTYPE == 3 ? 3 : 2)           // of the fraction
-#define FP8_LEAST (DTYPE == 3 ? 121u : 113u)    // float32's exponent of the smallest number that has all its digits
+#define FP8_LEAST (DTYPE == 3 ? 121u : 113u)    // float32's exponent bits of the smallest normal number
 #define FP8_LARGEST (DTYPE == 3 ? 448.f : 57344.f)
-#define FP8_END (DTYPE == 3 ? 0x7fu : 0x7cu)    // without the sign: the first that is not finite
+#define FP8_END (DTYPE == 3 ? 0x7fu : 0x7cu)    // bits of the first number that is not finite, without the sign
 __device__ __forceinline__ float load(const Word* x) {
     const u32 size = *x & 0x7fu;
-    // what is denormal here is so as float32, and the product normal
+    // a denormal fp8 number is a denormal float32 here, and the product is normal
     float y = __fmul_rn(f(size << (23 - FP8_BITS)), f(126u + FP8_LEAST << 23));
     if (size >= FP8_END) y = f(EXPONENT | (DTYPE == 3 ? 1u : size & 3u) << 21);
     return f(b(y) | (*x & 0x80u) << 24);
@@ -83,7 +83,7 @@ __device__ __forceinline__ Word store(float x) {  // finite
 }
 #endif
 
-// The scale of a piece of a latent, out of its encoded block's exact bytes (manthan.codec.block.Scales).
+// Scale of a piece of a latent, from the exact bytes of the encoded block (manthan.codec.block.Scales); 1 without.
 template <typename Sections>
 __device__ __forceinline__ float scale_of(const Sections& job, int block, int layer, int piece, int t) {
 #if SCALES

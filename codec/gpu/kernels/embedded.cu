@@ -1,10 +1,11 @@
-// Numbers of groups to words and back: manthan.codec.cpu.klt, whose words these are, and what lies between paged
-// blocks and numbers. A warp takes as many rows of one group, of blocks next to each other in the batch, as their streams
-// fill it, all levels of a number one after the other.
+// Kernels of manthan.codec.cpu.klt: components of groups to words and back, and paged blocks to rows of the transform and
+// back. A component is a number of a transformed vector, and a row is all components of one group in one block and level.
+// A warp takes as many rows of one group, in blocks that are neighbours in the batch, as their streams fill it. All levels
+// of a number are coded one after the other.
 //
-// numbers has for each component those of all tokens, the blocks' next to each other, as fp16: products of the transform
-// while encoding, what its inverse is applied to while decoding. A refinement tells -1, 0 or 1, and `likely` has by table
-// and magnitude so far how often it is -1, and -1 or 0.
+// numbers: [components, tokens of all blocks], fp16. Encoding: products of the transform. Decoding: what the inverse is
+// applied to. A symbol of a refinement is -1, 0 or 1. likely: by table and magnitude so far, the frequency of -1, and that
+// of -1 and 0 together.
 
 #define ESCAPE 255
 #define SYMBOL_MAX 127
@@ -17,7 +18,7 @@
 #define OCTAVE_THIRD 0.33333334f
 
 __device__ __forceinline__ int split_of(int level) { return level == 3 ? 3 : 2; }
-// table: the first of its shape, and its width << 8.
+// Index of a table for steps wider by j thirds of an octave. table: index of the first table of the shape, and width << 8.
 __device__ __forceinline__ int shifted(int table, int j) { return (table & 255) + min(max((table >> 8) - j, 0), WIDTHS - 1); }
 
 __device__ __forceinline__ const u8* fetch_tables(const Sections& job) {
@@ -27,8 +28,8 @@ __device__ __forceinline__ const u8* fetch_tables(const Sections& job) {
     return (const u8*)shared;
 }
 
-// A thread's way through the numbers of a row: every `streams`th, there and back. Where all of them are of one token, its
-// shift is read once.
+// Way of a thread through the numbers of a row: every `streams`th, forth or back. If all of these are of one token, the
+// token's shift is read once.
 struct Way {
     Half* numbers;
     const u16* table_of;
@@ -63,8 +64,8 @@ struct Way {
     }
 };
 
-// Of encoding: by table, where its entries begin, its first symbol << 16 and how many there are before its escape << 24.
-// Then the entries, and `likely` and `inverses`.
+// Tables for encoding. For each table a word: index of its first entry, its first symbol << 16, and its number of symbols
+// besides the escape << 24. Then the entries of all tables, `likely` and `inverses`.
 struct Entries {
     const u32 *tables, *likely, *inverses;
     __device__ __forceinline__ Entries(const Sections& job, const u8* from)
@@ -76,8 +77,8 @@ struct Entries {
     }
 };
 
-// A group's row of each level that is written, of `block` where it is `there`. A row with a number that is no int16 has
-// too many words, so that the block does not fit.
+// Write a group's rows of all levels in `block`, if the thread's row is `there`. A row with a number beyond int16 gets the
+// size TOO_MANY, so that the block does not fit.
 __device__ __forceinline__ void put_rows(const Sections& job, const Entries& entries, int g, int block, bool there,
                                          const Streams& me) {
     const Group group = job.groups[g];
@@ -142,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const S
     }
 }
 
-// Bytes of all parts, as they are coded now.
+// Bytes of all parts of a block by the sizes of its rows.
 __device__ __forceinline__ u64 all_nbytes(const Sections& job, int block) {
     u64 nbytes = 0;
     for (int level = 0; level < job.all; level++) {
@@ -154,8 +155,8 @@ __device__ __forceinline__ u64 all_nbytes(const Sections& job, int block) {
     return nbytes;
 }
 
-// Good blocks that do not fit double their steps until they do, each by a block of threads. It is rare. A status becomes
-// 0 where nothing helps.
+// Double the steps of blocks that do not fit until they do, a block of threads for each; this is rare. The status becomes 0
+// if the largest steps do not help.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) double_steps(const Sections job) {
     __shared__ int fits;
     const int warp = threadIdx.x / 32;
@@ -183,8 +184,9 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) double_steps(const 
     }
 }
 
-// Of decoding: by table, where it is. A table has its first symbol and how many there are before its escape << 8; for
-// each of BUCKETS the rank of its first slot; and for each rank, and behind the last, the slots before it, 2 bytes each.
+// A table for decoding, in bytes: first symbol; number of symbols besides the escape; for each of BUCKETS equal parts of
+// the slots, the rank of the symbol that has its first slot; for each rank, and behind the last, the number of slots
+// before it, 2 bytes each. A rank is a symbol's index in the table.
 struct Ranks {
     const u8* at;
 
@@ -229,7 +231,7 @@ struct Level {
     __device__ __forceinline__ bool ends() const { return !there || begins && reader.at == reader.size && x == LOWEST; }
 };
 
-// Rows of one group that a warp decodes. likely, centres: of the tables.
+// Rows of one group that a warp decodes.
 struct Decoding {
     const u8* tables;
     const u32* likely;
@@ -239,7 +241,7 @@ struct Decoding {
     bool there;
     Level levels[LEVELS];
 
-    // A thread's next number; TAIL: some threads have none. table: see `shifted`.
+    // Decode a thread's next number. TAIL: some threads have none. table: see `shifted`.
     template <bool TAIL>
     __device__ __forceinline__ void step(const Way& way, int table, bool on, const Streams& me) {
         const int of = shifted(table, way.j);
@@ -268,9 +270,8 @@ struct Decoding {
     }
 };
 
-// Numbers of good blocks, of the finest level that is there, in their places in the level's intervals: times PLACE_SHARE
-// and without its steps' k. A status becomes 0 for words that no encoder writes; a refinement's are never that if its
-// checksum is right, and then it is the same.
+// Decode the rows of good blocks up to the finest level that is there, to means of intervals times PLACE_SHARE, without the
+// block's factor k of all steps. The status becomes 0 for words that no encoder writes. Right checksums were found before.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const Sections job) {
     const u8* tables = fetch_tables(job);
     for (u32 run = SPREAD_WARP; run < (u32)(job.groups_count * job.n); run += gridDim.x * ROW_WARPS) {
@@ -309,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const S
 
 // -- between numbers and components -----------------------------------------------------------------------------
 
-// What a warp works on: a vector of one head in one block, of the groups of now.
+// A run: a vector of one head in one block, in one of the groups that are worked on now. A warp takes one at a time.
 struct Run {
     int kind, block, layer, head, g, column;
     Word* x;
@@ -335,7 +336,7 @@ struct Run {
 #define EACH_RUN(job, i, size) \
     for (u32 i = blockIdx.x * WARPS + threadIdx.x / 32; i < (u32)(job.some * job.n) * (size / HEAD_DIM); i += gridDim.x * WARPS)
 
-// Rows of (x - mean) * gain. A status becomes 0 where a number is not finite, or does not fit into fp16.
+// Fill rows with (x - mean) * gain. The status becomes 0 if a number is not finite, or does not fit into fp16.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) gather(const Sections job) {
     const int lane = threadIdx.x % 32, beside = QUADS < 32 ? lane / QUADS : 0, size = job.groups[job.first_group].size;
     EACH_RUN(job, i, size) {
@@ -370,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gather(const Sections j
     }
 }
 
-// j of each token and group: a regression on its numbers and on the logarithms of its vectors' energies.
+// Fill shifts with j of each token and group: a regression on the numbers, and on logarithms of the vectors' energies.
 extern "C" __global__ void __launch_bounds__(THREADS) weigh(const Sections job) {
     const int lane = threadIdx.x % 32, size = job.groups[job.first_group].size, tokens = job.n * job.tokens;
     for (u32 i = blockIdx.x * WARPS + threadIdx.x / 32; i < (u32)(job.some * tokens); i += gridDim.x * WARPS) {

@@ -1,14 +1,14 @@
-// Sections whose numbers stay as they are: the keys of all layers, then the values, if there are any. A warp takes a
-// head's tokens.
+// Exact sections, whose numbers are copied: the keys of all layers, then the values, if there are any. A warp takes the
+// tokens of one head.
 
 #if ALIGNED
 typedef uint4 Unit;
 #else
 typedef Word Unit;
 #endif
-#define UNITS (HEAD_DIM * (int)sizeof(Word) / (int)sizeof(Unit))  // of a vector that codecs know
+#define UNITS (HEAD_DIM * (int)sizeof(Word) / (int)sizeof(Unit))  // of a vector of HEAD_DIM numbers
 
-// KNOWN: units of a vector, 0 where they are another number than that.
+// KNOWN: units of a vector; 0 if a vector has not UNITS units, so that the number is only known to `job`.
 template <bool OUT, int KNOWN>
 __device__ __forceinline__ void copy_exact(const Job& job) {
     int lane = threadIdx.x % 32;
@@ -29,7 +29,7 @@ __device__ __forceinline__ void copy_exact(const Job& job) {
             else vector[i % units] = kept[i];
         }
         if (OUT && run % ((u32)job.kinds * job.layers * job.heads) == (u32)job.kinds * job.layers * job.heads - 1) {
-            u8* end = (u8*)(kept + job.tokens * units);  // up to the next multiple of 16 there are zeros
+            u8* end = (u8*)(kept + job.tokens * units);  // zeros follow up to the next multiple of 16
             if (lane < (int)(-(u64)end & 15)) end[lane] = 0;
         }
     }

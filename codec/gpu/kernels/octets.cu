@@ -1,18 +1,20 @@
-// Eight neighbouring numbers of a vector at a time, in the registers of one thread; a warp takes as many vectors as its
-// threads hold. The order of all float operations is that of manthan.codec.wht, bit for bit.
+// Vectors in registers: a thread holds 8 or 16 neighbouring numbers, and a warp as many vectors as fit. Float operations
+// have the order of manthan.codec.wht, so that results are equal bit for bit.
 
-struct Turner {  // of a token's vector by its place: its elements are its pairs' first numbers, the second ones, the others
+// RoPE of a token's vector. Elements are numbered so that the first numbers of all pairs come first, then the second
+// numbers, then numbers that RoPE leaves as they are.
+struct Turner {
     const Sections& job;
     const float* cosines;
-    bool keys;
+    bool keys;  // values are not rotated
 
-    __device__ __forceinline__ int source(int i) const {  // where element i is in a vector
+    __device__ __forceinline__ int source(int i) const {  // index of element i in the cache's vector
         if (!keys || !INTERLEAVED || i >= 2 * PAIRS) return i;
         return i < PAIRS ? 2 * i : 2 * (i - PAIRS) + 1;
     }
 };
 
-#define HELD (HEAD_DIM <= 256 ? 8 : 16)  // numbers of a thread
+#define HELD (HEAD_DIM <= 256 ? 8 : 16)  // numbers that a thread holds
 #define OCTETS (HELD / 8)
 #define HOLDERS ((HEAD_DIM + HELD - 1) / HELD)
 #define SPAN (HOLDERS <= 4 ? 4 : HOLDERS <= 8 ? 8 : HOLDERS <= 16 ? 16 : 32)  // threads of a vector, some of them idle
@@ -37,12 +39,12 @@ __device__ __forceinline__ u32 store_pair(float low, float high) {  // finite
 __device__ __forceinline__ u32 store_pair(float low, float high) { return store(low) | (u32)store(high) << 16; }
 #endif
 
-struct Vector {  // of the cache, in the order of its pairs' halves
+struct Vector {  // of the cache, read and written by the numbers of elements; see Turner
     const Turner& turner;
     Word* x;
 
     __device__ __forceinline__ float one(int i) const { return load(x + turner.source(i)); }
-    __device__ __forceinline__ bool whole(int e) const {  // eight that lie side by side
+    __device__ __forceinline__ bool whole(int e) const {  // true if elements e to e + 7 are neighbours in the cache
         return ALIGNED && !(INTERLEAVED && turner.keys && e < 2 * PAIRS);
     }
     __device__ __forceinline__ void octet(int e, float (&y)[8]) const {
@@ -92,14 +94,14 @@ struct Vector {  // of the cache, in the order of its pairs' halves
     }
 };
 
-struct Mean {  // in shared memory
+struct Mean {  // of the keys, in shared memory, by the numbers of elements
     const float* x;
 
     __device__ __forceinline__ float one(int i) const { return x[i]; }
     __device__ __forceinline__ void octet(int e, float (&y)[8]) const { load_octet(x + e, y); }
 };
 
-// Elements e to e + 7 of a key by the place of token t, or back from it. vector: where their partners are.
+// Rotate elements e to e + 7 of a key by the angles of token t, or back. vector: has the other number of each pair.
 template <bool BACK, typename From>
 __device__ __forceinline__ void turn(const Turner& turner, int e, int t, float (&x)[8], const From& vector) {
     const Sections& job = turner.job;
@@ -127,9 +129,9 @@ __device__ __forceinline__ void turn(const Turner& turner, int e, int t, float (
 #endif
 }
 
-struct Share {  // of a vector, that a thread holds
-    int beside, e, block;  // which of the warp's vectors; the first element; the size of its Hadamard block
-    bool head;             // whether it is the vector's first
+struct Share {  // part of a vector that a thread holds
+    int beside, e, block;  // index of the vector in the warp; first element; size of the element's Hadamard block
+    bool head;             // true if it is the vector's first part
     float weights[HELD];
 
     __device__ __forceinline__ Share(int lane) : beside(lane / SPAN), e(lane % SPAN * HELD), head(lane % SPAN == 0) {
@@ -137,7 +139,7 @@ struct Share {  // of a vector, that a thread holds
 #pragma unroll
         for (int k = 0; k < HELD; k++) weights[k] = e + k < HEAD_DIM ? f(WEIGHTS[e + k]) : 0.f;
     }
-    __device__ __forceinline__ bool joins(int stride) const {  // element `stride` away
+    __device__ __forceinline__ bool joins(int stride) const {  // true if the element `stride` away is in the same Hadamard block
         return (HEAD_DIM & (HEAD_DIM - 1)) == 0 || block > stride;
     }
 };
@@ -169,7 +171,7 @@ __device__ __forceinline__ float fold(const float (&s)[8]) {
                      __fadd_rn(__fadd_rn(s[1], s[5]), __fadd_rn(s[3], s[7])));
 }
 
-// The fold of their products, for the vector's first thread.
+// Sum of v * w over a vector, in the order of manthan.codec.cpu.numbers.fold; right in the vector's first thread only.
 __device__ __forceinline__ float product(const float (&v)[HELD], const float (&w)[HELD], int lane) {
     float sums[OCTETS];
 #pragma unroll

@@ -1,6 +1,6 @@
-// A calibrated section (manthan.codec.cpu.klt) in encoded blocks: its base and refinements, where their rows lie, and
-// words out of the buffers in which rows were encoded. A row is a group's numbers in one part. Parts are numbered by
-// their level: 0 is the base's.
+// Calibrated sections (manthan.codec.cpu.klt) in encoded blocks: layout of the base and refinements, and copies of words
+// from the buffers in which rows were encoded. A part is the base, level 0, or a refinement, level 1 and finer. A row is a
+// group's numbers in one part.
 
 typedef u16 Half;  // fp16
 __device__ __forceinline__ float wide(Half x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
@@ -12,21 +12,21 @@ struct Group {
     int ahead;        // streams of the groups before it
 };
 
-struct Sections {  // of n blocks of one form; arrays without a word of their own are scratch
+struct Sections {  // arguments of a kernel, of n blocks with the same layout; arrays without a comment are scratch
     const u64* caches;     // [layers] addresses
     const i64* block_ids;  // [n]
     const i64* offsets;    // [n] multiples of 16: block i is at codes + offsets[i]
     u8* codes;
-    const u8* headers;     // [n, head_nbytes], with the most that the section takes as its size
+    const u8* headers;     // [n, head_nbytes], with the section's largest size as its size
     int* status;           // [n]
     i64* nbytes;           // [n] of each block
-    i64* ends;             // [n, LEVELS] of each part, 0 of those that are not there
+    i64* ends;             // [n, LEVELS] end of each part in its block; 0 if the part is not there
     const float* turns;    // [n, 2, block_tokens, PAIRS] cosines and sines
     const Group* groups;
     const u32* vectors;    // [components / HEAD_DIM] where a vector is: layer << 16, kind << 15, head
     const float *mean, *gain;   // [components]: see embedded.cu
     const float* weigher;       // [components + components / HEAD_DIM + groups]
-    const float* offset;        // [components] of what the weigher sees
+    const float* offset;        // [components] added to rows before `weigher` is applied
     const u16* table_of;        // [components] see `shifted`
     const u8* tables;           // of the base, for encoding or decoding: see embedded.cu; then
                                 // likely, [refinements, TABLES, MAGNITUDES]: how often -1 is told, and -1 or 0 << 16; and
@@ -54,7 +54,7 @@ struct Sections {  // of n blocks of one form; arrays without a word of their ow
 
 #define START_NBYTES 4
 #define FRONT_NBYTES 16
-#define LEAST_BODY 160  // so that xxh3's long form is asked for
+#define LEAST_BODY 160  // with what is sealed besides, more than the 240 bytes above which xxh3 has its long form
 #define LOWEST 65536u
 #define ENTRY_AT(entry) (128 + 64 * (entry) + 24)  // of a section's length in the header
 #define NBYTES_AT 32                               // of the base
@@ -66,7 +66,7 @@ __device__ __forceinline__ i64 shifts_nbytes(const Sections& job) {
     return START_NBYTES + ((i64)job.groups_count * job.tokens + 3) / 4 * 2;
 }
 __device__ __forceinline__ i64 rows_front(const Sections& job) { return 4ll * (job.groups_count + job.streams); }
-// Of the rows of a part that have so many words.
+// Bytes of a part whose rows have `words` words in all.
 __device__ __forceinline__ i64 part_nbytes(const Sections& job, int level, u64 words) {
     const i64 rows = rows_front(job) + 2 * words;
     return level ? max(align16(rows), (i64)LEAST_BODY) : shifts_nbytes(job) + rows;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, i
     if (lane == 0 && (size - lead) % 2) to[2 * pairs] = from[2 * pairs];
 }
 
-// How long the parts of good blocks are, and where; their headers, and what fills parts up.
+// Lay out the parts of good blocks: sizes and ends, headers, and zeros behind the parts.
 extern "C" __global__ void lay_out(const Sections job) {
     const int lane = threadIdx.x % 32;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
@@ -138,7 +138,7 @@ extern "C" __global__ void lay_out(const Sections job) {
     }
 }
 
-// Shifts of the base, and sizes, states and words of all rows, of good blocks. A warp takes a row.
+// Copy shifts, and sizes, states and words of all rows, into good blocks. A warp takes a row.
 extern "C" __global__ void pack(const Sections job) {
     const int lane = threadIdx.x % 32, groups = job.groups_count;
     for (u32 run = blockIdx.x * WARPS + threadIdx.x / 32; run < (u32)(job.n * job.all * groups); run += gridDim.x * WARPS) {
@@ -202,8 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) seal_parts(const Sections 
     }
 }
 
-// Where the parts of blocks are: ends, and in levels how many refinements there are. status: as of verify, in seal.cu;
-// lengths are only expected to fit together. The refinement that makes a block exact is passed over.
+// Find the parts of blocks: ends, and in levels the number of refinements. status: as in `verify` of seal.cu, but lengths
+// need not be the header's, and only have to fit together. The last refinement, which makes a block exact, is left out.
 extern "C" __global__ void find_parts(const Sections job) {
     const int lane = threadIdx.x % 32;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
@@ -255,8 +255,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) verify_parts(const Section
     }
 }
 
-// Where the rows of good blocks are; their shifts. A status becomes 0 where the base's parts do not fit together, and
-// such a refinement is left out with those behind it.
+// Read sizes of rows and shifts of good blocks. The status becomes 0 if the base's sizes do not fit together. A refinement
+// whose sizes do not is left out, with all behind it.
 extern "C" __global__ void find_rows(const Sections job) {
     const int lane = threadIdx.x % 32, groups = job.groups_count;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {

@@ -1,8 +1,8 @@
-// What a lane has of a vector: two pairs of numbers, keys of which RoPE turns. A warp takes as many tokens at once as it
-// has lanes for.
+// Four numbers of a vector in a lane: two pairs, which RoPE rotates in keys. A warp takes as many tokens at a time as its
+// lanes can hold.
 
 #define QUADS (HEAD_DIM / 4)
-#define ABREAST (QUADS < 32 ? 32 / QUADS : 1)  // tokens
+#define ABREAST (QUADS < 32 ? 32 / QUADS : 1)  // tokens at a time
 
 struct __align__(2 * sizeof(Word)) Words {
     Word x, y;
@@ -11,8 +11,9 @@ struct __align__(4) Halves {
     Half x, y;
 };
 
-// Two neighbouring pairs: numbers 0 and 1 are turned together, and 2 and 3. They are two and two next to each other but
-// for halves of an odd length.
+// Two neighbouring pairs: RoPE rotates numbers 0 and 1 together, and 2 and 3. at: indices of the four in the vector.
+// apart: true if a pair's numbers are in different halves. beside: true if the four can be moved as two neighbours twice,
+// which is not so for halves of an odd length.
 struct Quad {
     int at[4], pair;
     bool apart, beside, turned[2];
@@ -28,7 +29,7 @@ struct Quad {
         apart = pair < PAIRS && !INTERLEAVED;
         beside = PAIRS % 2 == 0 || INTERLEAVED || !apart;
     }
-    // From and to where a vector begins: T is what a number is there, Two are two of them.
+    // Read from the beginning of a vector, or write there. T: type of a number. Two: type of two neighbours.
     template <typename Two, typename T>
     __device__ __forceinline__ void fetch(const T* vector, T (&x)[4], bool aligned) const {
         if (aligned && beside) {
@@ -49,7 +50,7 @@ struct Quad {
             for (int i = 0; i < 4; i++) vector[at[i]] = x[i];
         }
     }
-    // By the place of token t, or back from it.
+    // Rotate by the angles of token t, or back.
     template <bool BACK>
     __device__ __forceinline__ void turn(const Sections& job, const float* cosines, int t, float (&x)[4]) const {
         if (!turned[0] && !turned[1]) return;

@@ -1,4 +1,4 @@
-// What a warp works on: the keys, or the values, that a head of one layer has in one block.
+// A run: the keys, or the values, that a head of one layer has in one block. A warp works on one at a time.
 
 struct Run {
     int row, kind, layer, block, head;

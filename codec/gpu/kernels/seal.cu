@@ -1,14 +1,14 @@
-// The header and checksum of encoded blocks: xxh3-64 of all bytes of a block but the checksum's own, by a block of
-// threads.
+// Headers and checksums of encoded blocks. A checksum is the xxh3-64 of all bytes of a block but the checksum's own. A
+// block of threads takes a block.
 //
 // xxh3 keeps 8 sums of 64 bits. A stripe of 64 bytes adds to all of them; stripes 0 to 15 of a kibibyte do so with
 // different parts of the secret, and then the sums are scrambled. Within a kibibyte the additions commute: a warp takes
-// four stripes of one at a time, lane i % 8 for sum i. The first warp goes through the sums of kibibytes while the others
-// are at the next ones'. START, SECRET, LAST and MERGE come from Python.
+// four stripes of a kibibyte at a time, and lane i adds to sum i % 8. The first warp scrambles sums of some kibibytes
+// while the other warps add up the next ones. START, SECRET, LAST and MERGE come from Python.
 
 #define STRIPES 16
 #define CHECKSUM_AT 8
-#define EACH 4                          // kibibytes of a warp
+#define EACH 4                          // kibibytes of a warp in a round
 #define ROUND (EACH * (WARPS - 1))
 
 __device__ __forceinline__ u64 shuffle_xor(u64 x, int mask) { return __shfl_xor_sync(FULL, x, mask); }
@@ -20,7 +20,7 @@ struct Whole {  // a block with the checksum left out
     __device__ __forceinline__ u64 word(i64 i) const { return *(const u64*)(block + 8 * i + (i ? 8 : 0)); }
 };
 
-// xxh3-64 of more than 240 bytes, a multiple of 8, which a source has word by word; of the first warp's threads.
+// Return the xxh3-64 of `length` bytes, a multiple of 8 above 240, in the first warp's threads. source: gives words.
 template <typename Source>
 __device__ u64 long_checksum(const Source& source, i64 length) {
     __shared__ u64 added[2][ROUND][8];
@@ -72,7 +72,7 @@ __device__ u64 long_checksum(const Source& source, i64 length) {
             }
         }
     }
-    __syncthreads();  // before the next block's
+    __syncthreads();  // `added` is used again for the next block
     u64 last = source.word(length / 8 - 8 + i), keyed = last ^ LAST[i];
     sum += (keyed & 0xffffffffu) * (keyed >> 32) + shuffle_xor(last, 1);
     u64 merged = sum ^ MERGE[i];
@@ -88,7 +88,7 @@ __device__ u64 long_checksum(const Source& source, i64 length) {
 
 __device__ u64 checksum(const u8* block, i64 nbytes) { return long_checksum(Whole{block}, nbytes - 8); }
 
-// Write the blocks' headers, what fills their sections up, and their checksums.
+// Write headers, zeros behind the arrays, and checksums.
 extern "C" __global__ void __launch_bounds__(THREADS) seal(const Job job) {
     const int thread = threadIdx.x;
     for (int block = blockIdx.x; block < job.n; block += gridDim.x) {
