@@ -192,7 +192,7 @@ class Batch(NamedTuple):
     the form's sizes. turns: cosines, then sines, of RoPE, float32 [n, 2, tokens, pairs]; no pairs without RoPE. status:
     int32 [n], written by the codec. ends, levels: only for codecs with refinements, which follow a coarse base and make
     the numbers finer. ends: int64 [n, 4], end in the encoded block of the base and of each refinement, 0 for missing
-    refinements. levels: int32 [n], number of refinements that `verify` finds in each block.
+    refinements. levels: int32 [n], number of usable refinements of each block, for decoding.
     """
 
     exact: int
