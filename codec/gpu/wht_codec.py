@@ -316,7 +316,10 @@ class WhtPagedCodec(PagedCodec):
             self._kernels.launch(name, job, warps)
 
     def _launch_words(self, name: str, job: Wht, tables: Tensor, threads: int, *, shared: bool) -> None:
-        """Launch a kernel with a warp for each row, or for several rows if their streams fit into one warp."""
+        """Launch a kernel with a busy warp for each row, or for several rows if their streams fit into one warp.
+
+        Each busy warp may have a block of threads alone, so that rows spread over all multiprocessors.
+        """
         all = job.all
         job.encoding = job.decoding = tables.data_ptr()
         warps = all.rows * -(-all.n * all.streams // 32) * (threads // 32)
