@@ -1,9 +1,10 @@
-"""Calibrated sections by CUDA kernels with cuBLAS between: `manthan.codec.cpu.klt` on a GPU.
+"""`manthan.codec.cpu.klt` on a GPU: CUDA kernels, and cuBLAS for the transforms.
 
-Blocks are processed in runs of SCRATCH_BYTES. In a run, groups of equal size are multiplied some at a time. For equal
-integers, the entropy coder's words equal the CPU's, and each reads the blocks of the other. Sums are rounded
-differently, and products to fp16, so an integer in some hundreds differs by 1. The last refinement is written and read
-on the CPU only; a GPU decodes all parts before the last.
+Blocks are processed in runs of consecutive blocks, whose size is bounded by SCRATCH_BYTES. In a run, cuBLAS transforms
+several of the profile's groups (layers that are encoded together) of equal size at once. CPU and GPU decode each
+other's blocks, and encode equal integers to equal words. But a GPU adds in a different order and rounds products to
+fp16, so that one integer in some hundreds differs by 1. Encoded numbers are a coarse base and refinements. Only the CPU
+writes and reads the last refinement, which is exact; a GPU decodes all parts ahead.
 """
 
 import ctypes
@@ -30,16 +31,19 @@ from manthan.codec.tables import levels
 from manthan.codec.tables.frequencies import SCALE
 
 SCRATCH_BYTES = 256 * 2**20
-"""Bytes of a run of blocks, without products."""
+"""Most bytes of temporaries for a run of blocks, without the arrays that cuBLAS reads or writes group by group."""
 ENCODING, DECODING = 4, 2
-"""Scratch bytes for each number."""
+"""Bytes of temporaries for each number of a block, to encode and to decode."""
 PRODUCTS_AT_ONCE = 2**24
-"""Numbers of groups multiplied at once."""
+"""Most numbers, over groups and a run's tokens, that cuBLAS transforms at once."""
 NUMBERS_A_WORD = 4
-"""Numbers of a row for each word of room. A row in need of more doubles the block's steps."""
+"""Numbers of a group for each 16-bit word of room for encoded words. A block that needs more room doubles all steps."""
 LEVELS, TABLES = EXACT, levels.FALLING
 BUCKETS = 128
-"""Runs of slots with a first rank, in a table for decoding."""
+"""Number of equal ranges of the SCALE slots of an rANS table.
+
+A table for decoding has the index of the symbol at each range's first slot.
+"""
 ROW_THREADS = 1024
 ALL = slice(None)
 Bytes = npt.NDArray[np.uint8]
@@ -79,7 +83,10 @@ class Sections(ctypes.Structure):
 
     @classmethod
     def plan(cls, paged: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope, all_levels: int) -> Self:
-        """Return arguments for the section of inexact tokens. caches: `addresses`."""
+        """Return arguments for the section of lossy tokens, without a batch.
+
+        caches: result of `addresses`. all_levels: number of the base and the refinements that `encode` writes.
+        """
         layout = paged.coded
         return cls(
             caches=caches.data_ptr(),
@@ -100,7 +107,7 @@ class Sections(ctypes.Structure):
         )
 
     def of(self, batch: Batch, codes: Tensor, some: slice = ALL) -> Self:
-        """Return the arguments for blocks of a batch."""
+        """Return a copy of the arguments for blocks `some` of a batch."""
         job = type(self).from_buffer_copy(self)
         job.block_ids, job.offsets = batch.block_ids[some].data_ptr(), batch.offsets[some].data_ptr()
         job.headers, job.turns = batch.headers[some].data_ptr(), batch.turns[some].data_ptr()
@@ -111,9 +118,10 @@ class Sections(ctypes.Structure):
 
 
 class Model(NamedTuple):
-    """Kernels' facts of a profile, on the device, by the names of parts.cu.
+    """Facts of a profile that the kernels use, on the device, named as in parts.cu.
 
-    sizes: components of each group. forward, inverse: of each run of groups of equal size, float16 [groups, C, C].
+    sizes: number of components (C) of each group. forward, inverse: the transforms, a float16 [groups, C, C] for each
+    run of consecutive groups with equal C. gain, gain_back: factors before encoding, and of decoded components.
     """
 
     sizes: list[int]
@@ -130,7 +138,10 @@ class Model(NamedTuple):
 
     @classmethod
     def of(cls, groups: tuple[Group, ...], kinds: int, device: torch.device) -> Self:
-        """Return the facts of `groups`, for sections of no tokens. Raises ProfileError for a singular transform."""
+        """Return the facts of `groups`; the tensor `groups` is empty until `with_tokens`.
+
+        kinds: 2 for keys and values, 1 for latents. Raises ProfileError for a singular transform.
+        """
         vectors = []
         for group in groups:
             first, layers, head, heads = group.place
@@ -170,7 +181,7 @@ class Model(NamedTuple):
         )
 
     def with_tokens(self, tokens: int) -> Self:
-        """Return the facts for sections of `tokens` tokens. All but `groups` is shared."""
+        """Return a copy for sections of `tokens` tokens, with `groups` filled. All other tensors are shared."""
         at = ahead = 0
         told = []
         for size in self.sizes:
@@ -181,12 +192,15 @@ class Model(NamedTuple):
 
 
 def device_nbytes(profile: Profile) -> int:
-    """Return about the bytes of a GPU's memory that the codec of a rank's profile takes, with temporaries."""
+    """Return about how many bytes of GPU memory the codec takes for a rank's profile, with temporaries."""
     return 2 * SCRATCH_BYTES + 2 * sum(group.transform.nbytes for group in profile.groups)
 
 
 class Tables(NamedTuple):
-    """Tables of the entropy coder, uint8 on the device, see embedded.cu; where the parts behind the base's begin."""
+    """Tables of the entropy coder. there: uint8, on the device, for the base, for refinements, and the rest.
+
+    likely_at, rest_at: bytes of `there` at which the refinements' tables and the rest begin, see parts.cu.
+    """
 
     there: Tensor
     likely_at: int
@@ -194,7 +208,7 @@ class Tables(NamedTuple):
 
     @classmethod
     def of(cls, base: Bytes, rest: Any, device: torch.device) -> Self:
-        """Return tables of the base, of refinements, and `rest`."""
+        """Return the tables `base`, the refinements' tables, which this computes, and `rest`."""
         sums = np.cumsum(levels.parts(), axis=3, dtype=np.uint32)
         likely = np.ascontiguousarray(sums[..., 0] | sums[..., 1] << np.uint32(16))
         parts = [_padded(part) for part in (base, likely, rest)]
@@ -203,13 +217,13 @@ class Tables(NamedTuple):
 
 
 def _by_width(tables: Bytes) -> npt.NDArray[np.int16]:
-    """Numbers of tables as the first one of their shape, and the width << 8."""
+    """Return each table's index in two parts: index of the first table of equal shape, and index of the width << 8."""
     width = tables % len(levels.WIDTHS)
     return (tables - width).astype(np.int16) | width.astype(np.int16) << np.int16(8)
 
 
 def _padded(array: Any) -> Bytes:
-    """Bytes of an array, up to a multiple of 16."""
+    """Return the bytes of an array, with zeros up to a multiple of 16."""
     found = np.ascontiguousarray(array).view(np.uint8).ravel()
     return np.pad(found, (0, -found.size % 16))
 
@@ -219,7 +233,7 @@ def encoding_tables(device: torch.device) -> Tables:
     """Return the tables for encoding, equal for all models."""
     told, entries = list[int](), list[Any]()
     for often in levels.base().astype(np.uint32):
-        symbols = np.flatnonzero(often)  # next to each other, and the escape
+        symbols = np.flatnonzero(often)  # consecutive ones, then the escape
         told.append(sum(map(len, entries)) | int(symbols[0]) << 16 | len(symbols) - 1 << 24)
         entries.append((np.cumsum(often, dtype=np.uint32) - often << np.uint32(12) | often)[symbols])
     frequencies = np.arange(SCALE, dtype=np.uint64)
@@ -243,10 +257,10 @@ def decoding_tables(device: torch.device) -> Tables:
 
 
 class Plan(NamedTuple):
-    """Arguments of the kernels for blocks of a form.
+    """Arguments of the kernels for blocks of one form.
 
-    exact: sections kept exact. sections: None if all are exact.
-    seal: without a header if a header is written before.
+    exact: jobs of the exact sections. sections, model: for the lossy section, None if all tokens are exact.
+    seal: job of header and checksum if all tokens are exact, else unused.
     """
 
     exact: list[Job]
@@ -280,7 +294,10 @@ class KltPagedCodec(PagedCodec):
         self._kernels = _module(*shape, self.device, is_aligned(layout), *pairs, scales)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
-        """Encode. A status becomes 0 for numbers not finite, or too far from the profile's mean for fp16."""
+        """Encode. A status becomes 0 for infinities, NaNs, or numbers too far from the profile's mean.
+
+        These exceed fp16 if divided by the profile's deviations, or make a block too large even with the largest steps.
+        """
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
         for kept in plan.exact:
@@ -302,7 +319,7 @@ class KltPagedCodec(PagedCodec):
         self._launch("verify_parts", job, LEVELS * ALONE)
 
     def decode(self, batch: Batch, codes: Tensor) -> None:
-        """Decode. A status becomes 0 also for bytes never written by an encoder."""
+        """Decode. A good block's status becomes 0 if its bytes cannot be decoded."""
         plan = self._plan(batch.exact)
         if plan.model is not None:
             with torch.inference_mode():
@@ -350,7 +367,10 @@ class KltPagedCodec(PagedCodec):
         del kept
 
     def _books(self, job: Sections) -> tuple[Tensor, Tensor]:
-        """Memory between the kernels: numbers, and books. The caller keeps both until the kernels are launched."""
+        """Return memory that kernels share, and set the job's addresses. The caller keeps both until the last launch.
+
+        Returns: components as float16 [components, width]; bytes for steps, states, sizes and shifts.
+        """
         job.width = -(-job.n * job.tokens // 8) * 8
         numbers = torch.empty((job.components, job.width), dtype=torch.float16, device=self.device)
         counts = job.n, job.groups_count * job.width, job.n * LEVELS * job.streams, job.n * LEVELS * job.groups_count
@@ -362,7 +382,7 @@ class KltPagedCodec(PagedCodec):
         return numbers, books
 
     def _pieces(self, job: Sections, transforms: list[Tensor]) -> Iterator[tuple[int, Tensor, Sections]]:
-        """Yield groups multiplied at once: number of groups, transforms, and a job."""
+        """Yield the groups that cuBLAS transforms at once: number of groups, their transforms, and a job for them."""
         first = 0
         for run in transforms:
             at_once = max(1, PRODUCTS_AT_ONCE // (run.shape[1] * job.width))
@@ -373,7 +393,7 @@ class KltPagedCodec(PagedCodec):
             first += len(run)
 
     def _jobs(self, plan: Plan, batch: Batch, codes: Tensor, each: int) -> Iterator[Sections]:
-        """Yield jobs for even runs of the batch within SCRATCH_BYTES, or of a block. each: bytes for a number."""
+        """Yield jobs for even runs of the batch: of one block, or within SCRATCH_BYTES. each: bytes for each number."""
         assert plan.sections is not None
         numbers = plan.sections.components * plan.sections.tokens
         n, most = len(batch.block_ids), max(1, SCRATCH_BYTES // (numbers * each))
@@ -382,11 +402,11 @@ class KltPagedCodec(PagedCodec):
             yield plan.sections.of(batch, codes, slice(run * n // runs, (run + 1) * n // runs))
 
     def _launch(self, name: str, job: Sections, warps: int) -> None:
-        """Launch a kernel. warps: most busy warps of a block of the batch."""
+        """Launch a kernel. warps: most warps that are busy with one KV block of the batch."""
         self._kernels.launch(name, job, job.n * warps)
 
     def _launch_rows(self, name: str, job: Sections, tables: Tables) -> None:
-        """Launch a kernel with a warp for each row of a block, or for several fitting rows."""
+        """Launch a kernel with a warp for each group of a block, or of several blocks if their streams fit into it."""
         job.tables, job.tables_nbytes = tables.there.data_ptr(), tables.there.nbytes
         job.likely_at, job.rest_at = tables.likely_at, tables.rest_at
         warps = job.n * job.groups_count * (ROW_THREADS // 32)
@@ -397,7 +417,7 @@ class KltPagedCodec(PagedCodec):
         self._kernels.launch(name, of_batch, of_batch.n * of_batch.kinds * of_batch.layers * of_batch.heads)
 
     def _launch_one(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
-        """A warp for each block."""
+        """Launch a kernel with a block of threads for each encoded block."""
         of_batch = job.of(batch, codes)
         of_batch.sizes = batch.nbytes.data_ptr()
         self._kernels.launch(name, of_batch, of_batch.n * ALONE)
@@ -429,7 +449,7 @@ def _module(
 ) -> Module:
     """Return the kernels for vectors of `head_dim` numbers of `dtype`; see `cuda_codec.constants`.
 
-    pairs, interleaved: of RoPE. scales: bytes of a latent's scale, 0 without.
+    pairs, interleaved: number and order of RoPE's pairs. scales: bytes of one scale of a latent, 0 without scales.
     """
     macros = {"PAIRS": pairs, "INTERLEAVED": int(interleaved), "BUCKETS": BUCKETS, "SCALES": scales}
     macros |= {"SECTION_VERSION": VERSION, "MOST_K": MOST_K, "LEVELS": LEVELS, "TABLES": TABLES, "FINE": levels.FINE}

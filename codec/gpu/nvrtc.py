@@ -1,4 +1,4 @@
-"""CUDA C++ compiled on demand, by the compiler library of PyTorch's CUDA wheels."""
+"""CUDA C++ compiled at run time by NVRTC, the compiler library that PyTorch's CUDA wheels bring along."""
 
 import ctypes
 from functools import lru_cache
@@ -15,17 +15,20 @@ except ImportError:
 
 THREADS = 512
 ALONE = THREADS // 32
-"""Warps to request for a lone warp on a separate processor."""
+"""Number of warps in a block of THREADS threads.
+
+A launch with `n * ALONE` warps has n blocks of threads, so that n busy warps run on separate multiprocessors.
+"""
 
 
 class CompileError(RuntimeError):
-    """The kernels cannot be compiled for this GPU: no compiler library, or a library without support for the GPU."""
+    """Kernels cannot be compiled, loaded or started: no GPU, no NVRTC, or an NVRTC that does not know the GPU."""
 
 
 class Module:
-    """Compiled kernels on a device. Functions take a struct by value.
+    """Compiled kernels on a CUDA device. Each kernel has one parameter: a struct, passed by value.
 
-    source: CUDA C++ without headers. device: the CUDA device. Raises CompileError.
+    source: CUDA C++ that includes no header. Raises CompileError.
     """
 
     def __init__(self, source: str, device: torch.device) -> None:
@@ -43,9 +46,12 @@ class Module:
     def launch(
         self, name: str, argument: ctypes.Structure, warps: int, *, threads: int = THREADS, shared: int = 0
     ) -> None:
-        """Start a kernel on the current stream, with `warps` warps, or fewer if the device holds fewer.
+        """Start a kernel on the current stream, with `warps` warps, rounded up to whole blocks of threads.
 
-        threads: of a block. shared: bytes of shared memory of a block, in addition to the kernel's declarations.
+        The grid is bounded by the blocks that the device can hold at once: kernels loop over the rest. Raises
+        CompileError if CUDA refuses the launch.
+
+        threads: in a block. shared: bytes of dynamic shared memory in a block.
         """
         if not warps:
             return
@@ -73,7 +79,7 @@ _cache = lru_cache(KernelCache)
 
 
 def cubin(source: str, architecture: str) -> bytes:
-    """Return the kernels of `source` for GPUs of an architecture ("sm_90"), from the cache if present.
+    """Return the compiled kernels of `source` for a GPU architecture ("sm_90"), from the kernel cache if present.
 
     Raises CompileError.
     """
@@ -99,7 +105,10 @@ def _compile(source: str, options: tuple[str, ...]) -> bytes:
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """Return the result of a call, after the error code; a tuple of several results."""
+    """Return what a call of cuda-bindings answers after the error code: None, a result, or a tuple of results.
+
+    Raises CompileError for an error code other than 0.
+    """
     error, *results = answer
     if int(error) != 0:
         raise CompileError(f"CUDA answers {error.name}")

@@ -1,7 +1,7 @@
-"""Whole blocks between a paged KV cache and encoded blocks in the same device's memory.
+"""Interface of the GPU codecs: blocks of a paged KV cache to encoded blocks in the same device's memory, and back.
 
-Interface of a GPU backend: reads and writes the paged cache of all layers in place, and writes encoded blocks in the
-format of `manthan.codec.wire`, header and checksum included.
+A codec reads and writes the paged tensors of all layers directly. Encoded blocks are complete blocks of
+`manthan.codec.wire`: header, sections and checksum.
 """
 
 from abc import ABC, abstractmethod
@@ -23,12 +23,12 @@ from manthan.codec.rope import Rope
 from manthan.codec.wire import MARK_AT, BlockHeader, block_nbytes, field_cause, heads, starts
 
 GOOD = 2**31 - 1
-"""Status of a good block."""
+"""Status of a block without a fault."""
 ALIGNMENT = 16
 """Alignment of sections and blocks, in bytes."""
 BAD_CHECKSUM = -1
 BAD_HEADER = -2
-"""Minus the offset of the first unexpected byte of the header."""
+"""Status of an unexpected header: BAD_HEADER minus the offset of the first unexpected byte."""
 
 DTYPES = {torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16, torch.float32: Dtype.FLOAT32}
 
@@ -58,11 +58,11 @@ class Layout(Protocol):
 class PagedLayout:
     """Layout of the vectors of a paged cache.
 
-    caches: a tensor for each layer, of a common dtype (bfloat16, float16, float32, or uint8 with fp8's bits) on a
-    common device. The first number of a vector of head h, token t in block i is at element `at + i * block_stride + h *
-    head_stride + t * token_stride` from the tensor's first, with `at` key_at or value_at; the vector is contiguous.
-    value_at: None without values. fp8: kind of 8-bit numbers. latents: layout of the latents (MLA), in pieces as heads
-    of keys without values; the keys here are then RoPE's part. beside: layout of further layers of bytes in the same
+    caches: a tensor for each layer, all of one dtype (bfloat16, float16, float32, or uint8 with fp8's bits) on one
+    device. A vector is contiguous. In block i, that of head h and token t begins at element `at + i * block_stride +
+    h * head_stride + t * token_stride` of the tensor, where `at` is key_at or value_at. value_at: None without values.
+    fp8: dtype of the numbers if fp8. latents: layout of the latents (MLA), each cut into pieces that stand as heads of
+    keys; the outer layout's keys are then the part with RoPE. beside: layout of further layers of raw bytes in the same
     blocks. scales: of the latents, see `BlockShape`.
     """
 
@@ -87,7 +87,7 @@ class PagedLayout:
 
     @property
     def number(self) -> torch.dtype:
-        """Dtype of the numbers in torch."""
+        """Dtype of the numbers, as torch's."""
         return FP8[self.fp8] if self.fp8 else self.caches[0].dtype
 
     @property
@@ -105,19 +105,22 @@ class PagedLayout:
 
     @property
     def coded(self) -> "PagedLayout":
-        """Part of the layout for codecs."""
+        """Layout of the vectors that a lossy codec encodes: the latents, or else keys and values."""
         return self.latents or self
 
     def kept(self, exact: int) -> "list[tuple[PagedLayout, int]]":
-        """Return the exact sections behind the raw bytes, if the first `exact` tokens are exact.
+        """Return the layout and number of tokens of each exact section, if the first `exact` tokens are exact.
 
-        Each has a layout and a number of tokens.
+        Sections of raw bytes are left out.
         """
         rope = [(self, self.tokens)] if self.latents else []
         return [*rope, *([(self.coded, exact)] if exact else [])]
 
     def raw(self) -> "list[PagedLayout]":
-        """Return the raw bytes as keys of a single token, in the coded layers' numbers: runs of layers of one size."""
+        """Return a layout for each run of consecutive layers of `beside` with equal size.
+
+        A layer's bytes of a block stand as one key of one token, in the dtype of `caches`.
+        """
         if self.beside is None:
             return []
         caches = [cache.view(self.caches[0].dtype) for cache in self.beside.caches]
@@ -132,8 +135,8 @@ class PagedLayout:
 class RawLayout:
     """Layout of blocks of opaque bytes.
 
-    caches: of each layer, uint8 [blocks, bytes of a block], a block contiguous and all on a common device; layers may
-    have different numbers of bytes. shape: of the blocks.
+    caches: for each layer, uint8 [blocks, bytes of the layer in a block], all on one device; a row is contiguous, and
+    layers may differ in size. shape: of the blocks.
     """
 
     caches: tuple[torch.Tensor, ...]
@@ -145,7 +148,7 @@ class RawLayout:
 
     @property
     def unit(self) -> torch.dtype:
-        """Largest integers that divide the layers' sizes and offsets."""
+        """Largest integer dtype whose size divides all layers' row sizes, strides and storage offsets."""
         numbers = [
             number for cache in self.caches for number in (cache.shape[1], cache.stride(0), cache.storage_offset())
         ]
@@ -153,10 +156,11 @@ class RawLayout:
 
 
 class Form(NamedTuple):
-    """Common facts of blocks with equally many exact first tokens.
+    """Facts that all encoded blocks with one number of exact first tokens share.
 
-    header: without a block hash. sizes: of the sections, in bytes; the most for a codec without a fixed rate. starts:
-    offsets of sections with these sizes. nbytes: of a block of such sections. varies: True if blocks may be smaller.
+    header: without a block hash. sizes: bytes of each section, or most bytes if the codec's sections vary in size.
+    starts: offset of each section in a block with these sizes. nbytes: bytes of a block with these sizes. varies: True
+    if a block may be smaller.
     """
 
     header: BlockHeader
@@ -170,7 +174,7 @@ class Form(NamedTuple):
         return not self.unfit(np.array([nbytes]))
 
     def unfit(self, nbytes: npt.NDArray[np.int64]) -> list[int]:
-        """Return the impossible sizes among `nbytes`."""
+        """Return the elements of `nbytes` that cannot be the size of a block of this form."""
         if not self.varies:
             return [int(size) for size in nbytes[nbytes != self.nbytes]]
         coded = sum(section.codec != EXACT for section in self.header.sections)
@@ -180,13 +184,15 @@ class Form(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Blocks of a form, on the caches' device.
+    """Blocks of one form, to be encoded, verified or decoded; all tensors on the caches' device.
 
-    exact: number of exact first tokens. block_ids: int64 [n], blocks of the paged cache. offsets: int64 [n], of the
-    encoded blocks in a buffer, multiples of 16. nbytes: int64 [n], sizes: written by `encode` if they vary, expected by
-    `verify`. headers: uint8 [n, bytes of header and entries], with the form's sizes. turns: cosines and sines of all
-    tokens, float32 [n, 2, tokens, pairs]; no pairs for a codec without positions. status: int32 [n], written. Codecs
-    with refinements: ends, int64 [n, 4], of each part, 0 for missing parts; levels, int32 [n], of each block.
+    exact: number of exact first tokens. block_ids: int64 [n], of the paged cache. offsets: int64 [n], byte in the
+    buffer `codes` at which each encoded block begins, a multiple of 16. nbytes: int64 [n], size of each encoded block;
+    written by `encode` if sizes vary, read by `verify`. headers: uint8 [n, bytes of header and section entries], with
+    the form's sizes. turns: cosines, then sines, of RoPE, float32 [n, 2, tokens, pairs]; no pairs without RoPE. status:
+    int32 [n], written by the codec. ends, levels: only for codecs with refinements, which follow a coarse base and make
+    the numbers finer. ends: int64 [n, 4], end in the encoded block of the base and of each refinement, 0 for missing
+    refinements. levels: int32 [n], number of usable refinements of each block, for decoding.
     """
 
     exact: int
@@ -203,8 +209,8 @@ class Batch(NamedTuple):
 class PagedCodec(ABC):
     """Encodes and decodes blocks of a paged cache, on the current stream, without waiting for the device.
 
-    codes: encoded blocks, uint8 [nbytes], contiguous, on the caches' device, aligned to 16 bytes. rope: source of the
-    codec's cosines and sines. Raises ShapeError.
+    codes: buffer of encoded blocks, uint8 [nbytes], contiguous, on the caches' device, aligned to 16 bytes. rope: RoPE
+    that the codec undoes, or None. Raises ShapeError if `layout` and `format` have different shapes.
     """
 
     def __init__(self, layout: Layout, format: BlockFormat, rope: Rope | None = None) -> None:
@@ -234,10 +240,12 @@ class PagedCodec(ABC):
         nbytes: Numbers | None = None,
         marks: Numbers = (),
     ) -> Batch:
-        """Return the batch of blocks with hashes `keys`. nbytes: sizes of encoded blocks, if the form's vary. marks:
-        for the headers. All integers, [n].
+        """Return the batch of the blocks with block hashes `keys`.
 
-        Raises HeaderError for hashes of different lengths, ShapeError for an impossible size.
+        exact: number of exact first tokens. block_ids, offsets: see `Batch`. first_tokens: position of each block's
+        first token. nbytes: sizes of the encoded blocks, to verify or decode blocks of varying size. marks: see
+        `wire.BlockHeader`; all 0 if empty. Raises HeaderError for hashes of different lengths, ShapeError for a size
+        that no block of the form has.
         """
         n, form = len(keys), self.form(exact)
         numbers = np.full((3, n), form.nbytes, np.int64)
@@ -263,26 +271,27 @@ class PagedCodec(ABC):
     def encode(self, batch: Batch, codes: torch.Tensor) -> None:
         """Encode the paged blocks into `codes`.
 
-        A status becomes GOOD, or the index of a non-finite vector among the lossy keys or values. The encoded block is
-        then of no use.
+        A block's status becomes GOOD, or 0 or more if the codec cannot encode its numbers, such as infinities. The
+        encoded block is then invalid.
         """
 
     @abstractmethod
     def verify(self, batch: Batch, codes: torch.Tensor) -> None:
-        """Check encoded blocks against their headers and checksums. A status becomes GOOD, or a number for
-        `status_cause`.
+        """Compare each encoded block's header with the batch's, and the checksum with the bytes.
+
+        A block's status becomes GOOD, BAD_CHECKSUM, or BAD_HEADER or less.
         """
 
     @abstractmethod
     def decode(self, batch: Batch, codes: torch.Tensor) -> None:
-        """Decode the blocks found good by `verify` into the paged blocks. All further paged blocks stay unchanged.
+        """Decode the encoded blocks with status GOOD into their paged blocks. No other paged block changes.
 
-        A status becomes the index of an undecodable vector, impossible after a right checksum.
+        A block's status becomes 0 or more if no encoder writes its bytes.
         """
 
 
 def status_cause(status: int) -> str | None:
-    """A status as a metric label; None for GOOD."""
+    """Return the fault that a status stands for, as a metric's label; None for GOOD."""
     if status == GOOD:
         return None
     if status >= 0:

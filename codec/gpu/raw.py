@@ -1,7 +1,7 @@
-"""Blocks of opaque bytes between a paged cache and encoded blocks on a GPU: states of recurrent layers, exact or in
-fewer bits, and caches in a format of vLLM's own.
+"""GPU codec for blocks of opaque bytes: states of recurrent layers, and KV caches in a byte format of vLLM's own.
 
-The bytes are moved by torch's operations; kernels make the checksums. Nothing here makes the host wait for the device.
+States are kept exact or in fewer bits; all else is kept exact. torch's operations move the bytes, and CUDA kernels
+compute the checksums. Nothing here makes the host wait for the device.
 """
 
 import math
@@ -21,15 +21,15 @@ from manthan.codec.gpu.paged import ALIGNMENT, GOOD, Batch, PagedCodec, RawLayou
 from manthan.codec.gpu.states import StateCoder
 
 BYTES_AT_ONCE = 2**27
-"""Encoded bytes at once. Temporaries are about three times as large."""
+"""Most bytes of the blocks processed at once. Temporaries take about three times as much memory."""
 SOURCES = ("common.cu", "seal.cu")
 
 
 class RawPagedCodec(PagedCodec):
-    """`PagedCodec` for opaque bytes: a block is a single section, the exact bytes, layer by layer, or the output of
-    `StateCoder`.
+    """`PagedCodec` for opaque bytes. A block is one section: the bytes by layer, or output of `StateCoder`.
 
-    All forms are equal: no first token is exact. kernels: `seals` if not given. Raises ShapeError, CompileError.
+    `Batch.exact` is ignored: all blocks have form 0. kernels: of the checksum, `seals` if None. Raises CompileError,
+    and ShapeError if the layers' sizes do not add up to a block of `format`.
     """
 
     layout: RawLayout
@@ -49,7 +49,7 @@ class RawPagedCodec(PagedCodec):
         self._job = Job(nbytes=form.nbytes, head_nbytes=form.header.nbytes)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
-        """Encode any bytes with status GOOD, except coded states with infinities."""
+        """Encode. Status is GOOD for all blocks, except for states that `StateCoder` cannot encode."""
         batch.status.fill_(GOOD)
         with torch.inference_mode():
             for some in self._batches(batch):
@@ -72,7 +72,7 @@ class RawPagedCodec(PagedCodec):
                     cache.index_copy_(0, block_ids, torch.where(good, new, old))
 
     def _unsealed(self, batch: Batch, some: slice) -> Tensor:
-        """Return encoded blocks [n, nbytes]. Write the status of unencodable states."""
+        """Return encoded blocks without checksums, uint8 [n, nbytes]. With a `StateCoder`, write their status."""
         block_ids, headers = batch.block_ids[some], batch.headers[some]
         rows = torch.zeros((len(block_ids), self._nbytes), dtype=torch.uint8, device=self.device)
         rows[:, : headers.shape[1]] = headers
@@ -86,13 +86,14 @@ class RawPagedCodec(PagedCodec):
         return rows
 
     def _gather(self, block_ids: Tensor, rows: Tensor, start: int) -> None:
-        """The blocks' bytes to rows [n, bytes], from there on."""
+        """Copy the paged blocks' bytes to `rows`, uint8 [n, bytes], from byte `start` of each row on."""
         for cache, place in self._by_layer(rows, start):
             place.copy_(cache.index_select(0, block_ids))
 
     def _by_layer(self, rows: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each layer's cache, and the layer's part of rows [n, bytes], the first layer's from `start` on, in
-        units.
+        """Yield each layer's cache and the layer's columns of `rows`, uint8 [n, bytes], both as the layout's unit.
+
+        start: byte of a row at which the first layer begins.
         """
         units, at = rows.view(self._unit), start // self._unit.itemsize
         for cache in self._caches:
@@ -101,31 +102,31 @@ class RawPagedCodec(PagedCodec):
             at = end
 
     def _rows(self, codes: Tensor, offsets: Tensor) -> Tensor:
-        """Encoded blocks [n, nbytes], out of a buffer."""
+        """Return a copy of the encoded blocks at `offsets` of the buffer `codes`, uint8 [n, nbytes]."""
         return _units(codes).index_select(0, self._places(offsets)).view(torch.uint8).view(len(offsets), self._nbytes)
 
     def _places(self, offsets: Tensor) -> Tensor:
-        """Indices of the blocks at byte offsets `offsets`, in runs of ALIGNMENT bytes."""
+        """Return the indices, in `_units` of the buffer, of all units of the blocks at byte offsets `offsets`."""
         runs = torch.arange(self._nbytes // ALIGNMENT, device=offsets.device)
         return (offsets[:, None] // ALIGNMENT + runs).view(-1)
 
     def _batches(self, batch: Batch) -> Iterator[slice]:
-        """Runs of as many blocks as are worked on at once."""
+        """Yield slices of the batch: the blocks that are processed at once."""
         n, step = len(batch.block_ids), max(1, BYTES_AT_ONCE // max(self._nbytes, self._raw_nbytes))
         return (slice(first, min(first + step, n)) for first in range(0, n, step))
 
     def _launch(self, name: str, batch: Batch, codes: Tensor) -> None:
-        """A block of threads for each block."""
+        """Launch a kernel with a block of threads for each encoded block."""
         job = self._job.of(batch, codes)
         self._kernels.launch(name, job, job.n * ALONE)
 
 
 def _units(codes: Tensor) -> Tensor:
-    """Buffer as runs of ALIGNMENT bytes, int64 [n, 2], without a rest at the end."""
+    """Return the buffer's whole units of ALIGNMENT bytes, as int64 [units, 2]."""
     return codes[: len(codes) // ALIGNMENT * ALIGNMENT].view(torch.int64).view(-1, ALIGNMENT // 8)
 
 
 @lru_cache
 def seals(device: torch.device) -> Module:
-    """Return the kernels to seal and check blocks of any content. Raises CompileError."""
+    """Return the kernels that write and verify checksums of blocks of any content. Raises CompileError."""
     return Module(f"{constants(128, Dtype.BFLOAT16, True)}\n{sources(SOURCES)}", device)

@@ -1,4 +1,7 @@
-"""Cosines and sines for a GPU's codec, by numpy, so that blocks are equal on every device; kept in RAM."""
+"""Cosines and sines of RoPE for the GPU codecs.
+
+They are computed by numpy on the CPU, so that encoded blocks are equal on every device, and kept in RAM.
+"""
 
 import threading
 from collections.abc import Sequence
@@ -10,12 +13,14 @@ import torch
 from manthan.codec.rope import Rope
 
 KEPT_BYTES = 2**26
-"""Bytes of rows kept for the first positions. All later rows are computed on demand."""
+"""Most bytes kept, for a session's first blocks. Tables of later blocks are computed at each call."""
 
 
 class Turns:
-    """Cosines and sines of blocks of `tokens` tokens. rope: None for no pairs. pinned: True to copy to a GPU in the
-    background. Safe to use from several threads.
+    """Cosines and sines of blocks of `tokens` tokens. Safe to use from several threads.
+
+    rope: None for a codec without RoPE: the tables then have no pairs. pinned: True to return pinned memory, from which
+    copies to a GPU are asynchronous.
     """
 
     def __init__(self, rope: Rope | None, tokens: int, *, pinned: bool) -> None:
@@ -26,18 +31,21 @@ class Turns:
         self._growing = threading.Lock()
 
     def of(self, first_tokens: Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
-        """Return float32 [blocks, 2, tokens, pairs] of blocks at positions `first_tokens`; not to be written to."""
+        """Return cosines, then sines, float32 [blocks, 2, tokens, pairs]. They may be shared: do not write to them.
+
+        first_tokens: position of each block's first token.
+        """
         places = np.array(first_tokens, np.int64)
         rows, beside = np.divmod(places, self._tokens)
         if not len(rows) or beside.any() or rows.max() >= self._most:
             return self._in_place(self._reckoned(places))
         kept = self._upto(int(rows.max()) + 1)
-        if (np.diff(rows) == 1).all():  # as those of a session follow each other: nothing is copied
+        if (np.diff(rows) == 1).all():  # consecutive blocks, as in a session: a view, no copy
             return kept[int(rows[0]) : int(rows[-1]) + 1]
         return self._in_place(kept[torch.from_numpy(rows)])
 
     def _upto(self, blocks: int) -> torch.Tensor:
-        """Return the rows of at least the first `blocks` blocks of a session."""
+        """Return the tables of at least a session's first `blocks` blocks, [blocks or more, 2, tokens, pairs]."""
         with self._growing:
             there = len(self._kept)
             if there < blocks:

@@ -1,8 +1,9 @@
-"""`manthan.codec.wht` by CUDA kernels, with the same bytes and numbers as the CPU.
+"""`manthan.codec.wht` by CUDA kernels: encoded bytes and decoded numbers equal the CPU's.
 
-Handling blocks in groups bounds the memory between two kernels. The memory holds whole numbers and, when encoding, each
-row's words, whose positions in the block are known when all rows are coded. Sections beyond their bound double the
-steps in the same stream: nothing waits for the device.
+A row is a layer's keys or values; a run is one head's part of a row. Blocks are processed in groups, which bounds the
+temporaries: quantized whole numbers and, while encoding, each row's 16-bit words of the entropy coder. A row's position
+in the encoded block is known only after all rows are encoded. Kernels on the same stream double the steps of a section
+that exceeds its bound, so that the host never waits for the device.
 """
 
 import ctypes
@@ -34,17 +35,17 @@ from manthan.codec.wht import (
 from manthan.codec.wire import align16
 
 SCRATCH_BYTES = 320 * 2**20
-"""Temporaries of a group of blocks, about."""
+"""Approximate bytes of temporaries for a group of blocks."""
 ENCODING, DECODING = 4, 2
-"""Bytes of temporaries for each number."""
+"""Bytes of temporaries for each number of a block, to encode and to decode."""
 OCTET = 8
-"""Neighbouring numbers of a stream."""
+"""Number of consecutive numbers of an rANS stream that a thread handles together."""
 WARPS = 8
-"""Warps of a block of threads, at most."""
+"""Most warps in a block of threads."""
 STAGE_BYTES = 48 * 2**10
-"""Shared memory of a restoring block of threads, if enough."""
+"""Bytes of shared memory for a block of threads of `restore_rows`, unless one warp needs more."""
 SPARE_BLOCKS = 128
-"""Blocks of threads that round rows too large for shared memory."""
+"""Most blocks of threads of `round_rows` if a row does not fit into shared memory."""
 ENCODE_THREADS, DECODE_THREADS = 512, 1024
 SOURCES = (
     "common.cu",
@@ -86,7 +87,7 @@ class Sections(ctypes.Structure):
 
     @classmethod
     def plan(cls, paged: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope) -> Self:
-        """Return the job for the sections of lossy tokens. caches: `addresses`."""
+        """Return the job for the sections of lossy tokens, without a batch. caches: result of `addresses`."""
         layout = paged.coded
         layers, tokens, kinds = len(layout.caches), layout.tokens - exact, KINDS[: len(layout.ats)]
         return cls(
@@ -139,7 +140,7 @@ class Wht(ctypes.Structure):
 
     @classmethod
     def plan(cls, paged: PagedLayout, format: BlockFormat, caches: Tensor, form: Form, exact: int, rope: Rope) -> Self:
-        """Return the job for lossy tokens. caches: `addresses`."""
+        """Return the job for the sections of lossy tokens, without a batch. caches: result of `addresses`."""
         made, layout = cls(all=Sections.plan(paged, caches, form, exact, rope)), paged.coded
         all = made.all
         parts = [Parts.of(section) for section in sections(format.codec, format.shape, exact)[-len(layout.ats) :]]
@@ -166,7 +167,7 @@ class Wht(ctypes.Structure):
         return job
 
     def part(self, some: range, turns_nbytes: int) -> Self:
-        """Return a copy of the job for blocks `some` of the job, with their books. turns_nbytes: of a block."""
+        """Return a copy for blocks `some` of the job. turns_nbytes: bytes of a block's cosines and sines."""
         job = type(self).from_buffer_copy(self)
         steps = {"block_ids": 8, "offsets": 8, "headers": self.all.head_nbytes, "status": 4, "nbytes": 8}
         steps |= {"turns": turns_nbytes, "sizes": 4 * self.all.rows, "places": 4 * self.all.rows}
@@ -177,7 +178,11 @@ class Wht(ctypes.Structure):
 
 
 class Threads(NamedTuple):
-    """Launch of a kernel. blocks: of threads, at most; 0 for all that fit."""
+    """Threads of a launch.
+
+    warps: in a block of threads. shared: bytes of dynamic shared memory in a block of threads. blocks: most blocks of
+    threads, 0 for no bound.
+    """
 
     warps: int
     shared: int
@@ -185,8 +190,10 @@ class Threads(NamedTuple):
 
 
 class WhtPlan(NamedTuple):
-    """Arguments of the kernels for blocks of a form. exact: exact sections. rows: None if all tokens are exact. seal:
-    without a header if the header is written earlier.
+    """Arguments of the kernels for blocks of one form.
+
+    exact: jobs of the exact sections. rows: job of the lossy sections, None if all tokens are exact. seal: job of the
+    checksum; empty if `lay_out` has written header and size.
     """
 
     exact: list[Job]
@@ -215,7 +222,7 @@ class WhtPagedCodec(PagedCodec):
         self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs, kinds, scales)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
-        """Encode the batch. Numbers of 2**LIMIT and more count as infinite."""
+        """Encode the batch. Lossy numbers of 2**LIMIT or more are refused like infinities."""
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
         for kept in plan.exact:
@@ -234,7 +241,7 @@ class WhtPagedCodec(PagedCodec):
             self._kernels.launch("verify_sections", job, job.n * ALONE)
 
     def decode(self, batch: Batch, codes: Tensor) -> None:
-        """Decode the batch. A status becomes 0 or more also for bytes never written by an encoder."""
+        """Decode the batch. A good block's status becomes 0 if no encoder writes its bytes."""
         plan = self._plan(batch.exact)
         if plan.rows is not None:
             self._decode(plan.rows.of(batch, codes), batch.turns[:1].nbytes)
@@ -261,7 +268,7 @@ class WhtPagedCodec(PagedCodec):
             self._kernels.launch(name, all, all.n * warps)
 
     def _decode(self, job: Wht, turns_nbytes: int) -> None:
-        """Handle only the whole numbers' kernels group by group, because launches take the model's thread's time."""
+        """Decode. Only kernels that use whole numbers run for each group: a launch takes time of the model's thread."""
         all, threads, groups = job.all, self._restoring(job), _groups(job, job.all.n, DECODING)
         rounded = self._scratch(2 * max(map(len, groups), default=0) * all.rows * job.row_room)
         books = self._scratch(4 * all.n * (2 * all.rows + 4))
@@ -275,11 +282,11 @@ class WhtPagedCodec(PagedCodec):
             self._launch("restore_rows", part, len(some) * all.rows * all.heads, 32 * threads.warps, threads.shared)
 
     def _scratch(self, nbytes: int) -> Tensor:
-        """Return memory on the current stream; the reference may be dropped after the launch."""
+        """Return uninitialized memory of the current stream. Launched kernels may use it after `del`."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _rounding(self, job: Wht) -> Threads:
-        """Return a warp for each head; a row between the two passes in shared memory, if there is room."""
+        """Return the threads of `round_rows`: a warp for each head, and the row in shared memory if it fits."""
         all, dim = job.all, self._coded.head_dim
         warps, vectors = min(WARPS, all.heads), all.heads * all.tokens
         shared = 4 * (2 * _even(vectors) + _even(all.heads) + warps * dim)
@@ -289,8 +296,9 @@ class WhtPagedCodec(PagedCodec):
         return Threads(WARPS, shared + 4 * (WARPS - warps) * dim, SPARE_BLOCKS)
 
     def _restoring(self, job: Wht) -> Threads:
-        """Return a warp for each run, with the run in shared memory if there is room. Each warp has room for a mean and
-        for the warp's vectors.
+        """Return the threads of `restore_rows`. Set `job.staged`: True to copy each warp's run to shared memory first.
+
+        Each warp also has room there for a mean and for the vectors that RoPE turns at once.
         """
         dim = self._coded.head_dim
         beside = 4 * dim * (1 + _abreast(dim))
@@ -308,7 +316,10 @@ class WhtPagedCodec(PagedCodec):
             self._kernels.launch(name, job, warps)
 
     def _launch_words(self, name: str, job: Wht, tables: Tensor, threads: int, *, shared: bool) -> None:
-        """Launch a kernel with a warp for each row, or for several rows of fewer streams, on all processors."""
+        """Launch a kernel with a busy warp for each row, or for several rows if their streams fit into one warp.
+
+        Each busy warp may have a block of threads alone, so that rows spread over all multiprocessors.
+        """
         all = job.all
         job.encoding = job.decoding = tables.data_ptr()
         warps = all.rows * -(-all.n * all.streams // 32) * (threads // 32)
@@ -319,7 +330,7 @@ class WhtPagedCodec(PagedCodec):
         self._kernels.launch(name, of_batch, of_batch.n * of_batch.kinds * of_batch.layers * of_batch.heads)
 
     def _launch_one(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
-        """A block of threads for each block."""
+        """Launch a kernel with a block of threads for each encoded block."""
         of_batch = job.of(batch, codes)
         of_batch.sizes = batch.nbytes.data_ptr()
         self._kernels.launch(name, of_batch, of_batch.n * ALONE)
@@ -337,31 +348,31 @@ class WhtPagedCodec(PagedCodec):
 
 
 def properties_of(device: torch.device) -> Any:
-    """Return the device's properties, including ones unknown to PyTorch's stubs."""
+    """Return the device's properties as Any, because PyTorch's type stubs lack some of them."""
     return torch.cuda.get_device_properties(device)
 
 
 def _groups(plan: Wht, n: int, each: int) -> list[range]:
-    """Return `n` blocks in even groups of at most SCRATCH_BYTES, or of a single block. each: bytes for a number."""
+    """Return even ranges of `n` blocks, each of one block or within SCRATCH_BYTES. each: bytes for each number."""
     count = -(-n // max(1, SCRATCH_BYTES // (plan.all.rows * plan.row_room * each)))
     return [range(group * n // count, (group + 1) * n // count) for group in range(count)]
 
 
 def _keep_books(all: Sections, books: Tensor) -> None:
-    """Set the addresses of rows' sizes and positions, and of sections' doublings and starts."""
+    """Divide `books` into sizes and positions of rows, and doublings and starts of sections."""
     rows = 4 * all.n * all.rows
     parts = books.split((rows, rows, 8 * all.n, 8 * all.n))
     all.sizes, all.places, all.doublings, all.starts = (part.data_ptr() for part in parts)
 
 
 def _abreast(head_dim: int) -> int:
-    """VECTORS of octets.cu: how many a warp holds."""
+    """Return VECTORS of octets.cu: number of vectors that a warp holds."""
     holders = -(-head_dim // (8 if head_dim <= 256 else 16))
     return 32 // max(4, 1 << (holders - 1).bit_length())
 
 
 def _even(count: int) -> int:
-    """A multiple of 4."""
+    """Return `count`, rounded up to a multiple of 4."""
     return -(-count // 4) * 4
 
 
@@ -377,9 +388,10 @@ def _module(
     kinds: int,
     scales: int,
 ) -> Module:
-    """Return the kernels for vectors of this size and dtype. aligned: see `cuda_codec.constants`. shared: True if
-    tables for decoding fit into a block's shared memory. pairs, interleaved: of RoPE. kinds: 1 without values. scales:
-    bytes of a latent's scale, 0 without.
+    """Return the kernels for vectors of `head_dim` numbers of `dtype`. aligned: see `cuda_codec.constants`.
+
+    shared: True if the decoding tables fit into shared memory. pairs, interleaved: number and order of RoPE's pairs.
+    kinds: 2 for keys and values, 1 for latents. scales: bytes of one scale of a latent, 0 without scales.
     """
     macros = {
         "KINDS": kinds,
@@ -397,13 +409,13 @@ def _module(
 
 
 def _frequencies() -> tuple[Entries, Entries]:
-    """Return [tables, 256]: frequency of each symbol, and the sum of earlier frequencies."""
+    """Return each symbol's frequency, and the sum of earlier symbols' frequencies, both [tables, 256]."""
     often = family()[TABLES].astype(np.uint32)
     return often, np.cumsum(often, axis=1, dtype=np.uint32) - often
 
 
 def _encoding() -> Entries:
-    """Return the table for encoding, [tables, 256, 2], see whole.cu."""
+    """Return the tables for encoding, [tables, 256, 2], as whole.cu describes them."""
     often, before = _frequencies()
     entries = before << np.uint32(12) | often
     entries[:, ESCAPE] |= np.uint32(1 << 31)
@@ -415,7 +427,7 @@ def _encoding() -> Entries:
 
 
 def _decoding() -> npt.NDArray[np.uint8]:
-    """Return the table for decoding, see whole.cu."""
+    """Return the tables for decoding as bytes, as whole.cu describes them."""
     often, before = _frequencies()
     symbols = np.tile(np.arange(256, dtype=np.uint8), len(often))
     slots = np.repeat(symbols, often.ravel()).reshape(len(often), SCALE)

@@ -1,56 +1,56 @@
-// Entropy-coded sections (manthan.codec.cpu.rans) in encoded blocks: where their rows lie, their
-// headers, and words out of the buffers in which the rows were encoded. A row is a layer's keys or values; rows of keys
-// come first. KINDS is 1 where there are no values: of latents, whose pieces stand where heads of keys do.
+// Layout of entropy-coded sections (manthan.codec.cpu.rans) in encoded blocks: find a section's rows, write headers, and
+// copy the rows' 16-bit words from scratch into the blocks. A row is a layer's keys or a layer's values; rows of keys come
+// first. KINDS is 2 for keys and values, and 1 for latents (MLA), whose pieces stand as heads of keys.
 
-struct Sections {  // keys and values of n blocks of one form; arrays without a word of their own are scratch
+struct Sections {  // lossy keys and values of n blocks with equally many exact tokens
     const u64* caches;     // [layers] addresses
     const i64* block_ids;  // [n]
     const i64* offsets;    // [n] multiples of 16: block i is at codes + offsets[i]
     u8* codes;
-    const u8* headers;     // [n, head_nbytes], with the most that sections take as their sizes
+    const u8* headers;     // [n, head_nbytes], where each section has its largest size
     int* status;           // [n]
-    i64* nbytes;           // [n] of each block
-    const float* turns;    // [n, 2, block_tokens, PAIRS] cosines and sines
-    u16* words;                      // [rows of all, n, room]
-    u32* states;                     // [n, rows of all, streams]
-    u32* sizes;                      // [n, rows of all] words of a row
-    u32* places;                     // [n, rows of all] words ahead of a row in its section
-    int* far;                        // [n, 2] whether a row of keys, or of values, does not fit into its room
-    const u8* fronts;                // [n, 2, fronts_nbytes]: what is ahead of a section's rows, behind its first bytes
-    int* doublings;                  // [n, 2] of the steps of keys, and of values
-    u32* starts;                     // [n, 2] where keys and values begin in the encoded block
+    i64* nbytes;           // [n] size of each encoded block
+    const float* turns;    // [n, 2, block_tokens, PAIRS] cosines, then sines
+    u16* words;                      // [rows, n, room] scratch; a row's words end at the end of its room
+    u32* states;                     // [n, rows, streams] scratch: states of the rANS streams
+    u32* sizes;                      // [n, rows] number of words of a row
+    u32* places;                     // [n, rows] number of words of earlier rows in the section
+    int* far;                        // [n, 2] 1 if a row of keys, or of values, does not fit into its room
+    const u8* fronts;                // [n, 2, fronts_nbytes]: fronts, a section's bytes between START_NBYTES and its rows
+    int* doublings;                  // [n, 2] how often the steps of keys, and of values, are doubled
+    u32* starts;                     // [n, 2] offset of the keys' and the values' section in the encoded block
     i64 block_stride;                // in elements, as the next four
-    i64 at[2];                       // first key and first value of the sections in a paged block
+    i64 at[2];                       // first lossy key and first lossy value of a paged block
     int head_stride, token_stride;
-    i64 head_nbytes, start, kept_at;  // start: of the first of these sections in a block; kept_at: of the latents' scales
-    i64 limits[2];                   // bytes of keys and of values at most
-    i64 parts[2], fronts_nbytes;     // bytes of the fronts of keys and of values, multiples of 4; of both at most, of 16
-    int n, layers, heads, tokens, streams;  // tokens: of the sections; streams: of a row
+    i64 head_nbytes, start, kept_at;  // start: offset of the first of these sections; kept_at: of the latents' scales
+    i64 limits[2];                   // most bytes of the keys' and of the values' section
+    i64 parts[2], fronts_nbytes;     // parts: bytes of the two fronts; fronts_nbytes: of the larger, up to 16
+    int n, layers, heads, tokens, streams;  // tokens: lossy ones of a block; streams: of a row
     int first_token, block_tokens;
-    int rows, kept_stride;           // rows: of keys and of values; kept_stride: bytes of a token that begin with its scales
-    u32 room;                        // words
+    int rows, kept_stride;           // rows: KINDS * layers; kept_stride: bytes from a token's scales to the next token's
+    u32 room;                        // most words of a row in scratch
     float rope_scale;
 };
 
 #define START_NBYTES 4
 #define LOWEST 65536u
-#define ENTRY_AT(entry) (128 + 64 * (entry) + 24)  // of a section's length in the header
-#define NBYTES_AT 32                               // of the block's
+#define ENTRY_AT(entry) (128 + 64 * (entry) + 24)  // offset of a section's length in the header
+#define NBYTES_AT 32                               // offset of the block's length in the header
 
 __device__ __forceinline__ int components(const Sections& job) { return job.heads * HEAD_DIM; }
 __device__ __forceinline__ i64 align16(i64 nbytes) { return (nbytes + 15) & ~(i64)15; }
 __device__ __forceinline__ int first_entry(const Sections& job) { return (int)(job.head_nbytes - 128) / 64 - KINDS; }
-__device__ __forceinline__ bool wide_sizes(const Sections& job) {  // of a row, u32 rather than u16
+__device__ __forceinline__ bool wide_sizes(const Sections& job) {  // True if a row's number of words is u32, not u16
     return 7ull * job.tokens * components(job) >= 4ull << 16;
 }
 __device__ __forceinline__ i64 sizes_nbytes(const Sections& job) { return (wide_sizes(job) ? 4 : 2) * (i64)job.layers; }
 __device__ __forceinline__ i64 rows_at(const Sections& job, int kind) { return START_NBYTES + job.parts[kind]; }
-__device__ __forceinline__ i64 front_nbytes(const Sections& job, int kind) {  // ahead of the words
+__device__ __forceinline__ i64 front_nbytes(const Sections& job, int kind) {  // bytes of a section ahead of its rows' words
     return rows_at(job, kind) + sizes_nbytes(job) + 4ll * job.layers * job.streams;
 }
 
-// Words ahead of each of a section's rows; returns how many there are. A row that has more than its section is counted
-// as one word more than fit.
+// Set `places` of a section's rows from `sizes`; return the sum of the sizes. A row of more words than the section may
+// have counts as one word more than that, so that no sum overflows.
 __device__ __forceinline__ u64 place_rows(const Sections& job, int block, int kind, const u32* sizes, int lane) {
     u64 total = 0;
     for (int first = 0; first < job.layers; first += 32) {
@@ -67,18 +67,18 @@ __device__ __forceinline__ u64 place_rows(const Sections& job, int block, int ki
     return total;
 }
 
-// True if a section's rows, as they are coded now, fit their bound.
+// True if all rows fit into their room, and the section, as encoded now, within its limit.
 __device__ __forceinline__ bool fits(const Sections& job, int block, int kind, int lane) {
     const u64 words = place_rows(job, block, kind, job.sizes + (i64)(block * KINDS + kind) * job.layers, lane);
     return !*(volatile int*)(job.far + 2 * block + kind) && front_nbytes(job, kind) + 2 * words <= job.limits[kind];
 }
 
-// A whole number of a step that is doubled so often.
+// `number`, in steps that are 2**doublings times as large, to the nearest whole number, ties to even.
 __device__ __forceinline__ int halved(int number, int doublings) {
     return __float2int_rn((float)number * f((127u - doublings) << 23));
 }
 
-// How long the blocks are, and where their sections are; their headers, and what fills sections up.
+// Write each block's header with all lengths, each section's first bytes and padding; set `nbytes`, `starts`, `places`.
 extern "C" __global__ void lay_out(const Sections job) {
     int lane = threadIdx.x % 32;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
@@ -107,7 +107,7 @@ extern "C" __global__ void lay_out(const Sections job) {
     }
 }
 
-// Two words at a time where they go; where they come from they may be in two halves.
+// Copy words. Stores are aligned pairs of words; a pair is loaded as two words if the source is not aligned.
 __device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, int lane) {
     const u32 lead = min((u32)((u64)to / 2 % 2), size), pairs = (size - lead) / 2;
     if (lane < lead) to[0] = from[0];
@@ -119,7 +119,8 @@ __device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, i
     if (lane == 0 && (size - lead) % 2) to[2 * pairs] = from[2 * pairs];
 }
 
-// Fronts, and sizes, states and words of all rows. Streams' states may begin at odd multiples of 2.
+// Write the fronts, and the sizes, states and words of all rows. States are copied as u16: they may begin at an odd
+// multiple of 2 bytes.
 extern "C" __global__ void pack(const Sections job) {
     int lane = threadIdx.x % 32;
     u32 all = KINDS * job.layers;
@@ -143,8 +144,8 @@ extern "C" __global__ void pack(const Sections job) {
     }
 }
 
-// status: GOOD, BAD_CHECKSUM, or BAD_HEADER minus the offset of the first byte that is not as expected. Lengths are only
-// expected to fit together, to what nbytes says, and to what sections may take.
+// status: GOOD, BAD_CHECKSUM, or BAD_HEADER minus the offset of the first unexpected byte of the header. The lengths of
+// block and sections vary: they need only agree with each other, with `nbytes` and with `limits`.
 extern "C" __global__ void __launch_bounds__(THREADS) verify_sections(const Sections job) {
     const int thread = threadIdx.x;
     for (int block = blockIdx.x; block < job.n; block += gridDim.x) {
@@ -169,7 +170,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) verify_sections(const Sect
     }
 }
 
-// Where the rows of good blocks are. A status becomes 0 where a section's parts do not fit together.
+// Set `sizes`, `places`, `doublings` and `starts` of good blocks. A status becomes 0 if a section's parts do not add up
+// to the section's length, or if its first bytes are wrong.
 extern "C" __global__ void find_rows(const Sections job) {
     int lane = threadIdx.x % 32;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {

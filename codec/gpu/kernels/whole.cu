@@ -1,10 +1,12 @@
-// Rows of whole numbers to words and back: manthan.codec.cpu.rans, whose words these are, with a table for each run. A warp
-// takes as many rows of one layer, of blocks next to each other in the batch, as their streams fill it.
+// Entropy coder of wht: rows of whole numbers to 16-bit words, equal to those of manthan.codec.cpu.rans, and back. A row is
+// a layer's keys or values; each of its runs (one head's part) has a table of frequencies. A warp has a thread for each
+// stream of a row. Rows of fewer than 32 streams share a warp: the same row of consecutive blocks of the batch.
 //
-// encoding: for each table and of 256 symbols frequency (12 bits), sum of those before it (12) and, where it is not in the
-// table and these are the escape's, the highest bit; and 2**32 divided by the frequency. decoding: of each table the
-// symbols of its 4,096 slots, a byte each; behind all these, of each table and of 256 symbols, u32, the sum of those before
-// it, and from bit 16 on the frequency; in shared memory where they fit (SHARED_TABLES).
+// job.encoding: [TABLES, 256 symbols] of two u32. The first has the symbol's frequency (bits 0 to 11), the sum of earlier
+// symbols' frequencies (12 to 23), and bit 31. Bit 31 is set for the escape and for symbols that the table lacks, which
+// have the escape's numbers. The second is 2**32 divided by the frequency.
+// job.decoding: [TABLES, SLOTS] u8, the symbol of each slot; then [TABLES, 256 symbols] u32, the sum of earlier symbols'
+// frequencies, and the frequency from bit 16 on. It is in shared memory if it fits (SHARED_TABLES).
 
 #define ESCAPE 255
 #define SYMBOL_MAX 127
@@ -14,7 +16,7 @@
 #define ENCODING_UNITS (TABLES * 256 * 8 / 16)
 #define DECODING_UNITS (TABLES * (SLOTS + 256 * 4) / 16)
 
-struct Octets {  // eight numbers of each of a row's streams: where in the row they are, and in which run
+struct Octets {  // a batch, eight numbers of each stream of a row; first: index in the row; head, begin: run of `first`
     u32 all, numbers, of_run, first, head, begin;
 
     __device__ __forceinline__ Octets(const Sections& job, u32 batch)
@@ -27,7 +29,7 @@ struct Octets {  // eight numbers of each of a row's streams: where in the row t
     __device__ __forceinline__ void back() {
         for (first -= all; (int)first >= 0 && first < begin; begin -= of_run) head--;
     }
-    // Whether all of them are of one run.
+    // True if all numbers of the batch are of one run.
     __device__ __forceinline__ bool alike() const { return first + all <= begin + of_run; }
 };
 
@@ -35,7 +37,7 @@ __device__ __forceinline__ uint2 entry_of(const uint2* table, int value) {
     return table[(u32)(value + SYMBOL_MAX) <= 2 * SYMBOL_MAX ? value + SYMBOL_MAX : ESCAPE];
 }
 
-// far becomes 1 where a row's words do not fit into their room.
+// Encode the rows in `rounded`. `far` becomes 1 if the words of a row do not fit into its room.
 extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(const Wht job) {
     extern __shared__ uint4 shared[];
     for (int i = threadIdx.x; i < ENCODING_UNITS; i += ENCODE_THREADS) shared[i] = job.encoding[i];
@@ -103,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(con
     }
 }
 
-// A row of one block in steps that are doubled so often, by the first streams of a warp.
+// Encode a row of one block, with steps that are doubled `doublings` times, by the warp's first all.streams threads.
 __device__ __forceinline__ void encode_doubled(const Wht& job, int row, int block, int doublings, const Streams& me) {
     const uint2* tables = (const uint2*)job.encoding;
     const Sections& all = job.all;
@@ -134,7 +136,7 @@ __device__ __forceinline__ void encode_doubled(const Wht& job, int row, int bloc
     if (at < 0) all.far[2 * block + kind] = 1;
 }
 
-// Sections that do not fit double their steps until they do, each by a block of threads. It is rare.
+// Double the steps of each section above its limit until it fits. A block of threads takes a section. It is rare.
 extern "C" __global__ void __launch_bounds__(ENCODE_THREADS) double_steps(const Wht job) {
     const Sections& all = job.all;
     const Streams me(all.streams);
@@ -155,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS) double_steps(const 
     }
 }
 
-// A number, and 127 more, modulo 2**16.
+// Decode the next number of a thread's stream. Return it plus 127, modulo 2**16.
 __device__ __forceinline__ u32 decode_whole(u32& x, Reader& reader, const u8* slots, const u32* entries, bool on,
                                             const Streams& me) {
     const u32 slot = x & (SLOTS - 1), symbol = slots[slot], entry = entries[symbol];
@@ -165,7 +167,7 @@ __device__ __forceinline__ u32 decode_whole(u32& x, Reader& reader, const u8* sl
     return escaped ? raw + SYMBOL_MAX & 0xffff : symbol;
 }
 
-// Of good blocks. A status becomes 0 for words that no encoder writes.
+// Decode the rows of good blocks into `rounded`. A status becomes 0 for states and words that no encoder writes.
 extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(const Wht job) {
 #if SHARED_TABLES
     extern __shared__ uint4 shared[];

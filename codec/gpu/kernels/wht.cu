@@ -1,41 +1,43 @@
-// Rows of manthan.codec.wht: numbers of the cache to whole steps, and back. A row is a layer's keys, or its values.
+// Rows of manthan.codec.wht: numbers of the paged cache to whole numbers of steps, and back. A row is a layer's keys or a
+// layer's values of a block; a run is one head's part of a row.
 //
-// `rounded` has for each row its whole numbers in the order of their streams (manthan.codec.cpu.rans), eight of a stream
-// behind each other: number i is in step i / streams; eight steps of the first stream come first, then the second's.
+// `rounded` has the whole numbers of each row, ordered by rANS stream (manthan.codec.cpu.rans). Number i of a row
+// [heads, HEAD_DIM, tokens] is number i / streams of stream i % streams. An octet is eight consecutive numbers of a stream.
+// The first octets of all streams come first, then the second octets of all streams.
 
 #define TABLES 28
-#define OCTAVE 3              // tables from one deviation to twice as much
-#define ROWS ((HEAD_DIM + 31) / 32)  // element 32 r + lane of a mean is in a thread's r-th number
+#define OCTAVE 3              // number of tables from one deviation to twice that deviation
+#define ROWS ((HEAD_DIM + 31) / 32)  // numbers of a mean in each thread: number r is element 32 r + lane
 #define MEAN_TOP ((1 << (MEAN_BITS - 1)) - 1)
-#define STEP_END ((127 + 100 + 2) << 7)  // bf16 bits that no step of a mean reaches
+#define STEP_END ((127 + 100 + 2) << 7)  // bf16 bits: the steps of all means are below
 #define SCALE_MAX 0xfef
 #define SCALE_END 0xff0
-#define SMALLEST 0x00800000u  // of float32 that has all its digits
-#define ROUNDS 12582912.f     // adding it leaves a float's nearest whole number in the low bits
-#define MOST_STEPS 8191.f     // of a mean
-#define FINEST 0.00390625f    // of the largest mean's step, that a row's step is at least
-#define STRIDE (HEAD_DIM + 4)  // of vectors in shared memory
+#define SMALLEST 0x00800000u  // bits of the smallest normal float32
+#define ROUNDS 12582912.f     // 1.5 * 2**23: x + ROUNDS has the whole number nearest to x in the low bits
+#define MOST_STEPS 8191.f     // largest magnitude of a mean in steps of its row
+#define FINEST 0.00390625f    // least step of a row of keys, as a fraction of the largest step of the row's means
+#define STRIDE (HEAD_DIM + 4)  // elements between transformed vectors in shared memory
 #define SHORT_STRIDE (HEAD_DIM + 8)
 
-struct Wht {  // `Sections`, and scratch of that many blocks
+struct Wht {  // `Sections` of n blocks, scratch for these blocks, and the arithmetic's constants
     Sections all;
-    u8* fronts;                       // [n, 2, fronts_nbytes], the same as there
+    u8* fronts;                       // `all.fronts`, to be written
     u16* rounded;                     // [rows, n, row_room]
-    float* spare;                     // room for a row for each block of threads, where it is not in shared memory
+    float* spare;                     // a row for each block of threads; null if shared memory holds the row
     const uint4 *encoding, *decoding;  // see whole.cu
-    i64 means_at, row_steps_at, scales_at, tables_at[2];  // in the fronts
-    u32 row_room;
-    u32 limits[TABLES - 1];           // sums of squares at which the next table is better
+    i64 means_at, row_steps_at, scales_at, tables_at[2];  // bytes in the fronts
+    u32 row_room;                     // numbers of a row in `rounded`, with padding to whole octets
+    u32 limits[TABLES - 1];           // sums of squares of a run from which on the next table is better
     float one_token, one_number;      // 1 / tokens, 1 / numbers of a row
-    float key_step, value_step;       // in deviations
-    int abreast;                      // tokens between which octets have eight neighbouring elements; 0 where they do not
-    int staged;                       // else, whether what a warp restores is in shared memory first
+    float key_step, value_step;       // steps, in deviations of the numbers
+    int abreast;                      // tokens / streams if 1, 2 or 4: see octet_at; else 0
+    int staged;                       // 1 if `abreast` is 0 and a warp first copies its run to shared memory
 };
 
 __device__ __forceinline__ u32 log_of(int streams) { return __ffs(streams) - 1; }
 __device__ __forceinline__ bool is_small(float step) { return step < f(SMALLEST); }
 
-struct Walk {  // through eight numbers of one stream
+struct Walk {  // component (of heads * HEAD_DIM) and token of an octet's numbers, one by one
     u32 component, token;
 
     __device__ __forceinline__ Walk(const Sections& job, u32 octet) {
@@ -48,7 +50,7 @@ struct Walk {  // through eight numbers of one stream
     }
 };
 
-// y / step to the nearest whole number, ties to even. inverse: of the step, about.
+// y / step, to the nearest whole number, ties to even. inverse: 1 / step, up to rounding.
 __device__ __forceinline__ int whole_steps(float y, float step, float inverse) {
     float t = y * inverse, rounded = __fadd_rn(t, ROUNDS), off = fabsf(t - (rounded - ROUNDS));
     if (off + fabsf(t) * 4e-7f > 0.49999f) rounded = __fadd_rn(rintf(__fdiv_rn(y, step)), ROUNDS);
@@ -62,7 +64,7 @@ __device__ __forceinline__ bool too_large(const float (&x)[8]) {
     return top >= WHT_LIMIT_BITS;
 }
 
-// The mean that its codes stand for, into shared memory.
+// Decode a run's mean from bit planes to shared memory. step: bf16 bits.
 __device__ __forceinline__ void decode_mean(u32 step, const u8* planes, float* mean, int lane) {
     for (int i = lane; i < HEAD_DIM; i += 32) {
         int code = 0;
@@ -73,7 +75,7 @@ __device__ __forceinline__ void decode_mean(u32 step, const u8* planes, float* m
     __syncwarp();
 }
 
-// The sum over tokens of what a thread has at x, x + STRIDE, ...
+// Return the sum over tokens of x[0], x[STRIDE], ...
 __device__ __forceinline__ float token_sum(const float* x, int tokens) {
     float v[8];
 #pragma unroll
@@ -84,13 +86,13 @@ __device__ __forceinline__ float token_sum(const float* x, int tokens) {
     return fold(v);
 }
 
-// A mean of `code` steps of this width, in whole steps of its row.
+// Return an element of a mean as a whole number of steps of its row.
 __device__ __forceinline__ float whole_mean(float mean, float step) {
     if (is_small(step)) return 0.f;
     return fminf(fmaxf(rintf(__fdiv_rn(mean, step)), -MOST_STEPS), MOST_STEPS);
 }
 
-// The mean of a run's transformed keys y into shared memory, and its codes into the front.
+// Write the rounded mean of a run's transformed keys y to shared memory, and the mean's step and bit planes to the front.
 __device__ __forceinline__ void take_mean(const Wht& job, const Run& run, const float* y, float* mean, int lane) {
     const Sections& all = job.all;
     float average[ROWS], largest = 0.f;
@@ -122,7 +124,8 @@ __device__ __forceinline__ void take_mean(const Wht& job, const Run& run, const 
     __syncwarp();
 }
 
-// A run's vectors, keys turned back, transformed, to y; and the energies of values. Returns the first that is too large.
+// Write a run's transformed vectors to y, keys without RoPE; and the energies (sums of squares) of values. Return the first
+// token of which this thread reads a number that is too large, infinite or NaN; all.tokens if none.
 __device__ __forceinline__ int transform(const Wht& job, const Run& run, const Turner& turner, const Share& share, float* y,
                                          float* energies, int lane) {
     const Sections& all = job.all;
@@ -163,7 +166,7 @@ __device__ __forceinline__ int transform(const Wht& job, const Run& run, const T
     return bad;
 }
 
-// The energies of a run's transformed keys less their mean.
+// Write the sum of squares of each transformed key of a run after its mean is subtracted.
 __device__ __forceinline__ void take_energies(const Wht& job, const Share& share, const Mean& mean, const float* y,
                                               float* energies, int lane) {
     const int tokens = job.all.tokens;
@@ -215,8 +218,8 @@ __device__ __forceinline__ void subtract_mean(const Wht& job, const Run& run, co
     }
 }
 
-// The steps of a run's values by which they are rounded, and the codes of those by which they are restored into the front.
-// energies: become the steps' inverses.
+// Write to `steps` the step that each value vector is divided by, and to the front the encoded step that decoding
+// multiplies with. energies: sums of squares; become the inverses of `steps`.
 __device__ __forceinline__ void step_values(const Wht& job, const Run& run, const Share& share, const float* y,
                                             float* energies, float* steps, int lane) {
     const Sections& all = job.all;
@@ -262,7 +265,7 @@ __device__ __forceinline__ void step_values(const Wht& job, const Run& run, cons
     }
 }
 
-// The step of a row's keys. energies: overwritten.
+// Write the step of a row of keys to the front, and return it; 0 if it is too small. energies: overwritten by sums.
 __device__ __forceinline__ float step_keys(const Wht& job, int block, int layer, float* energies) {
     const Sections& all = job.all;
     for (int n = all.heads * all.tokens; n > 1; n = (n + 1) / 2) {
@@ -271,7 +274,7 @@ __device__ __forceinline__ float step_keys(const Wht& job, int block, int layer,
         __syncthreads();
     }
     u8* at = job.fronts + 2 * block * all.fronts_nbytes;
-    u32 widest = 0;  // of the row's means' steps
+    u32 widest = 0;  // bf16 bits of the largest step of the row's means
     for (int head = 0; head < all.heads; head++) widest = max(widest, (u32)((const u16*)at)[layer * all.heads + head]);
     const float step = __fmul_rn(__fsqrt_rn(__fmul_rn(energies[0], job.one_number)), job.key_step);
     const u32 fine = b(fmaxf(step, __fmul_rn(f(widest << 16), FINEST)));
@@ -281,7 +284,8 @@ __device__ __forceinline__ float step_keys(const Wht& job, int block, int layer,
     return is_small(f(bits << 16)) ? 0.f : f(bits << 16);
 }
 
-// The first octet that has element e of a head's tokens `stream`, `stream` + streams, ...: the next are a stream further.
+// Return the first of the `abreast` octets with elements e to e + 7 of a head's tokens stream, stream + streams, ... Each
+// further one is `streams` octets behind.
 __device__ __forceinline__ u32 octet_at(const Sections& job, int head, int e, int stream, int abreast) {
     return (head * HEAD_DIM + e) / 8 * abreast * job.streams + stream;
 }
@@ -296,7 +300,7 @@ __device__ __forceinline__ void add_squares(u32* squares, u32 head, u32 sum) {
     }
 }
 
-// The same as round_row, by octets of ABREAST tokens.
+// Do what round_row does, if abreast is ABREAST: a thread rounds eight elements of ABREAST tokens at once.
 template <int ABREAST>
 __device__ __forceinline__ void round_octets(const Wht& job, u32 at, const float* y, float key_step, const float* steps,
                                              const float* inverses, u32* squares) {
@@ -318,7 +322,7 @@ __device__ __forceinline__ void round_octets(const Wht& job, u32 at, const float
 #pragma unroll
                 for (int k = 0; k < 8; k++) {
                     const int q = step > 0.f ? (short)whole_steps(x[k], step, inverse) : 0;
-                    const int place = k * ABREAST + i;  // of all octets' numbers
+                    const int place = k * ABREAST + i;  // index among the ABREAST octets' numbers
                     sum += q * q;
                     if (place % 2) packed[place / 8][place % 8 / 2] |= q << 16;
                     else packed[place / 8][place % 8 / 2] = q & 0xffff;
@@ -333,8 +337,8 @@ __device__ __forceinline__ void round_octets(const Wht& job, u32 at, const float
     }
 }
 
-// A row's numbers in whole steps to `rounded`, and the sum of their squares for each run. key_step: 0 or more where all
-// numbers have this step, or else less.
+// Write a row's whole numbers to `rounded`, and add their squares to each head's `squares`. key_step: step of a row of
+// keys; negative for values, which have `steps`.
 __device__ __forceinline__ void round_row(const Wht& job, u32 at, const float* y, float key_step, const float* steps,
                                           const float* inverses, u32* squares) {
     const Sections& all = job.all;
@@ -368,7 +372,8 @@ __device__ __forceinline__ void round_row(const Wht& job, u32 at, const float* y
     }
 }
 
-// A status becomes the first vector that is not finite or too large.
+// Round the rows of all blocks; write fronts. A status becomes the lowest index, among the lossy keys or among the lossy
+// values of a block, of a vector with a number that is too large, infinite or NaN.
 extern "C" __global__ void __launch_bounds__(256, 3) round_rows(const Wht job) {
     extern __shared__ uint4 shared[];
     const Sections& all = job.all;
@@ -420,12 +425,12 @@ extern "C" __global__ void __launch_bounds__(256, 3) round_rows(const Wht job) {
             tables[head] = table;
         }
         if (first.layer + 1 == all.layers && front + all.parts[first.kind] - tables - all.heads > thread)
-            tables[all.heads + thread] = 0;  // up to a multiple of 4
+            tables[all.heads + thread] = 0;  // zeros up to a multiple of 4 bytes
         __syncthreads();
     }
 }
 
-// A status becomes 0 where a section has a step or a table that no encoder writes.
+// Check the fronts of good blocks. A status becomes 0 if a section has a step or a table that no encoder writes.
 extern "C" __global__ void check_fronts(const Wht job) {
     const Sections& all = job.all;
     const int lane = threadIdx.x % 32, runs = all.layers * all.heads;
@@ -453,10 +458,10 @@ extern "C" __global__ void check_fronts(const Wht job) {
     }
 }
 
-// Whole numbers are kept as they are and 127 more, modulo 2**16.
+// Return the whole number that `rounded` has after decode_words, which adds 127, modulo 2**16.
 __device__ __forceinline__ float number_of(u32 kept) { return (float)(short)(kept - 127); }
 
-// A run's numbers, as they are kept, to [tokens][SHORT_STRIDE].
+// Copy a run's numbers from `rounded`, still plus 127, to shared memory [tokens][SHORT_STRIDE].
 __device__ __forceinline__ void stage(const Wht& job, const Run& run, u16* to, int lane) {
     const Sections& all = job.all;
     const u32 of_run = HEAD_DIM * all.tokens, log = log_of(all.streams), begin = run.head * HEAD_DIM;
@@ -478,7 +483,7 @@ __device__ __forceinline__ void stage(const Wht& job, const Run& run, u16* to, i
     __syncwarp();
 }
 
-// Elements e to e + 7 of a run's token t.
+// Fetch the whole numbers of elements e to e + 7 of a run's token t, from `staged` or from `rounded`.
 __device__ __forceinline__ void fetch_octet(const Wht& job, const Run& run, const u16* staged, int e, int t, float* x) {
     const Sections& all = job.all;
     if (job.staged) {
@@ -496,7 +501,7 @@ __device__ __forceinline__ void fetch_octet(const Wht& job, const Run& run, cons
     }
 }
 
-struct Restored {  // a run, and what is ahead of its numbers
+struct Restored {  // a run that is decoded, and its steps and mean in the front
     const Wht& job;
     const Run& run;
     const Turner turner;
@@ -513,7 +518,7 @@ struct Restored {  // a run, and what is ahead of its numbers
         const u8* row_step = front + job.row_steps_at + 2 * run.layer;
         if (run.kind == 0) key_step = f((row_step[0] | row_step[1] << 8) << 16);
     }
-    // In whole steps of the row.
+    // Decode the mean of keys as whole numbers of the row's step; nothing for values.
     __device__ __forceinline__ void fetch_mean(float* mean, int lane) const {
         const i64 index = run.layer * job.all.heads + run.head;
         if (run.kind) return;
@@ -527,7 +532,8 @@ struct Restored {  // a run, and what is ahead of its numbers
         const float step = f((u32)(code ? (16 * scales[0] + code) << 3 : 0) << 16);
         return doublings ? fminf(__fmul_rn(step, (float)(1 << doublings)), f(LARGEST)) : step;
     }
-    // Whole numbers of token t to the cache. on: whether there is such a token. turned: room for VECTORS vectors.
+    // Restore token t from its whole numbers v into the cache. on: true if the thread has elements of
+    // such a token; if not, it writes nothing to the cache. turned: room in shared memory for VECTORS vectors.
     __device__ __forceinline__ void keep(float (&v)[HELD], const Share& share, const Mean& mean, float* turned, int t,
                                          bool on, int lane) const {
         if (turner.keys) {
@@ -591,7 +597,7 @@ __device__ __forceinline__ void restore_tokens(const Restored& restored, const S
     }
 }
 
-// The same by octets of ABREAST tokens.
+// Do what restore_tokens does, if abreast is ABREAST: a thread reads eight elements of ABREAST tokens at once.
 template <int ABREAST>
 __device__ __forceinline__ void restore_octets(const Restored& restored, const Share& share, const Mean& mean, float* turned,
                                                int lane) {
@@ -622,7 +628,7 @@ __device__ __forceinline__ void restore_octets(const Restored& restored, const S
     }
 }
 
-// Of good blocks, into the cache.
+// Restore all runs of good blocks from `rounded` into the paged cache.
 extern "C" __global__ void __launch_bounds__(256, 3) restore_rows(const Wht job) {
     extern __shared__ uint4 shared[];
     const Sections& all = job.all;
