@@ -81,7 +81,7 @@ class EncodedBlock(NamedTuple):
 
     payloads: a read-only view of each section's bytes.
     refinements: a read-only view of each good refinement's body.
-    ignored: bytes behind the last good refinement.
+    ignored: number of bytes behind the last good refinement.
     """
 
     header: BlockHeader
