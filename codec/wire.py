@@ -81,7 +81,7 @@ class EncodedBlock(NamedTuple):
 
     payloads: a read-only view of each section's bytes.
     refinements: a read-only view of each good refinement's body.
-    ignored: bytes behind the last good refinement.
+    ignored: number of bytes behind the last good refinement.
     """
 
     header: BlockHeader
@@ -298,7 +298,7 @@ def _front(data: Codes) -> Front:
     if front.mark > 1:
         raise SizeError(f"a block cannot have mark {front.mark}: 0 and 1 are all there are.")
     if front.first_token > PLACE_MAX:
-        raise SizeError(f"a block cannot begin at token {front.first_token} of its chain.")
+        raise SizeError(f"a block cannot begin at token {front.first_token} of its session.")
     return front
 
 
