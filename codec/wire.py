@@ -57,10 +57,10 @@ class BlockHeader:
     """Header and entries of a compressed block.
 
     key: block hash, at most 64 bytes.
-    fingerprint: 16 bytes for the model, the loading, and the codec with the profile.
+    fingerprint: 16 bytes that stand for the model, how it was loaded, and the codec with its profile.
     group: KV cache group.
     first_token: position of the block's first token in the session.
-    mark: 0 for exactly computed KV, 1 for KV computed behind decoded KV.
+    mark: 0 for KV computed from exact KV alone, 1 if KV of earlier tokens had been decoded.
     """
 
     key: bytes
@@ -114,17 +114,17 @@ def align16(nbytes: int) -> int:
 
 
 def block_nbytes(header: BlockHeader, sizes: Sequence[int]) -> int:
-    """Size of a block with sections of `sizes`."""
+    """Return the bytes of a block whose sections have `sizes` bytes."""
     return header.nbytes + sum(map(align16, sizes))
 
 
 def starts(header: BlockHeader, sizes: Sequence[int]) -> list[int]:
-    """Offset of each section in the block."""
+    """Return the offset of each section in the block."""
     return list(accumulate(map(align16, sizes), initial=header.nbytes))[:-1]
 
 
 def head(header: BlockHeader, sizes: Sequence[int]) -> Codes:
-    """Header and entries, uint8 [header.nbytes], with a checksum of zero. Raises HeaderError."""
+    """Return the encoded header and entries, uint8 [header.nbytes], with a checksum of zero. Raises HeaderError."""
     _check(header, sizes)
     h, sections = header, header.sections
     shapes = [(s.first_layer, s.layers, s.heads, s.head_dim, s.first_head, s.first_token, s.tokens) for s in sections]
@@ -144,12 +144,12 @@ def heads(
     keys: Sequence[bytes],
     first_tokens: Sequence[int] | npt.NDArray[np.int64],
 ) -> Codes:
-    """`head` of blocks that differ only in key and position, uint8 [len(keys), header.nbytes].
+    """Return `head` of blocks that differ only in block hash and position, uint8 [len(keys), header.nbytes].
 
-    Raises HeaderError, also for keys of different lengths.
+    Raises HeaderError, also for block hashes of different lengths. keys: block hashes. first_tokens: positions.
     """
     if len(set(map(len, keys))) > 1:
-        raise HeaderError("the block keys are of different lengths: headers are made for one at a time.")
+        raise HeaderError("the block hashes are of different lengths: headers are made for one length at a time.")
     rows = np.tile(head(replace(header, key=keys[0] if keys else b""), sizes), (len(keys), 1))
     if keys:
         rows[:, KEY_AT : KEY_AT + len(keys[0])] = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
@@ -181,7 +181,7 @@ def body_nbytes(nbytes: int) -> int:
 
 
 def part_ends(block: Buffer) -> list[int]:
-    """End of the base, and of each refinement, by lengths alone. Raises WireError for unfit lengths."""
+    """Return the offsets of the ends of the base and of each refinement. Checks lengths alone. Raises WireError."""
     data = np.frombuffer(block, np.uint8)
     ends = _ends(data, peek(data).nbytes)
     if ends[-1] != data.size:
@@ -190,7 +190,9 @@ def part_ends(block: Buffer) -> list[int]:
 
 
 def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = None, group: int = 0) -> EncodedBlock:
-    """Read a compressed block without copying. Raises WireError with the cause. Bytes behind the base are no error.
+    """Read a compressed block without copying. Raises WireError with the cause, if the base is wrong.
+
+    Bytes behind the base are read as refinements up to the first damaged one; the rest is ignored.
 
     Args:
         buf: the block.
@@ -228,7 +230,10 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
 
 
 def split(buf: Buffer) -> list[Codes]:
-    """Cut joined shards apart. Bytes outside of shards stay with the shard before."""
+    """Cut apart the shards of a block, which follow each other. A shard is a block with some of the heads.
+
+    Bytes outside of shards stay with the shard before.
+    """
     data, shards = np.frombuffer(buf, np.uint8), list[Codes]()
     while data.size:
         end = int.from_bytes(data[LENGTH].tobytes(), "little")
@@ -258,14 +263,14 @@ def peek(data: Codes) -> Front:
 
 
 def peek_sections(data: Codes, front: Front) -> tuple[Section, ...]:
-    """Sections claimed by a block with this header. Raises SizeError."""
+    """Return the sections that the entries of a block name, without a check of the checksum. Raises SizeError."""
     if HEADER.size + ENTRY.size * front.sections > data.size:
         raise SizeError(f"a block of {data.size} bytes cannot have {front.sections} sections.")
     return tuple(_entry(data, HEADER.size + ENTRY.size * n)[0] for n in range(front.sections))
 
 
 def field_cause(offset: int) -> str:
-    """`WireError.cause` of a header with a wrong byte at `offset`."""
+    """Return the `WireError.cause` for a header with a wrong byte at `offset`."""
     return next(cause for cause, end in FIELD_ENDS if offset < end)
 
 
@@ -303,7 +308,7 @@ def _front(data: Codes) -> Front:
 
 
 def _entry(data: Codes, at: int) -> tuple[Section, int]:
-    """Section of the entry at offset `at`, and the section's length in bytes."""
+    """Return the section of the entry at offset `at`, and the section's length in bytes."""
     kind, dtype, first_layer, layers, n_heads, head_dim, first_head, *others = ENTRY.unpack_from(data.data, at)
     first_token, tokens, size, name = others
     try:
@@ -316,7 +321,7 @@ def _entry(data: Codes, at: int) -> tuple[Section, int]:
 
 def _check(header: BlockHeader, sizes: Sequence[int]) -> None:
     if len(header.key) > KEY_MAX:
-        raise HeaderError(f"the block key has {len(header.key)} bytes: at most {KEY_MAX} fit.")
+        raise HeaderError(f"the block hash has {len(header.key)} bytes: at most {KEY_MAX} fit.")
     if len(header.fingerprint) != FINGERPRINT_LEN:
         raise HeaderError(f"the fingerprint has {len(header.fingerprint)} bytes: it must be {FINGERPRINT_LEN}.")
     if len(sizes) != len(header.sections) or len(sizes) > SECTIONS_MAX:
@@ -329,7 +334,7 @@ def _check(header: BlockHeader, sizes: Sequence[int]) -> None:
 
 
 def _ends(data: Codes, base: int) -> list[int]:
-    """End of the base, and of each refinement with a fitting front."""
+    """Return the offsets of the ends of the base and of each refinement whose front fits. base: end of the base."""
     ends = [base]
     while data.size >= (body := ends[-1] + REFINEMENT.size):
         number, size, _ = REFINEMENT.unpack_from(data.data, ends[-1])
@@ -341,7 +346,7 @@ def _ends(data: Codes, base: int) -> list[int]:
 
 
 def _refinement_checksum(block: Codes, front: Buffer, body: Codes) -> bytes:
-    """xxh3-64 of a refinement of `block`, beginning with `front`, 8 bytes."""
+    """Return the xxh3-64 of a refinement of `block`. front: the refinement's first 8 bytes."""
     digest = xxhash.xxh3_64(block[KEY_AT : HEADER.size].data)
     for part in (block[FINGERPRINT], front, body):
         digest.update(np.frombuffer(part, np.uint8).data)

@@ -30,7 +30,7 @@ LATE = {
 
 
 class Commands(TyperGroup):
-    """Group of all commands. If a command's import fails, the command says what to install, and the others work."""
+    """Group of all commands. A command that cannot be imported says what to install; all others work."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *LATE]

@@ -24,7 +24,7 @@ _MASK = 2**64 - 1
 
 
 def sign(i: int) -> int:
-    """Sign of element i of a vector, +1 or -1."""
+    """Return the sign of element i of a vector, +1 or -1."""
     z = (SEED + (i + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -32,14 +32,14 @@ def sign(i: int) -> int:
 
 
 def block_sizes(head_dim: int) -> tuple[int, ...]:
-    """Powers of two with sum head_dim, largest first."""
+    """Return the powers of two whose sum is head_dim, largest first."""
     return tuple(1 << k for k in reversed(range(head_dim.bit_length())) if head_dim >> k & 1)
 
 
 def weights(head_dim: int) -> npt.NDArray[np.float32]:
-    """Sign of each element over the square root of the element's block size, [head_dim] float32.
+    """Return the sign of each element over the square root of the element's block size, [head_dim] float32.
 
-    Multiply by the weights before the transform of each block, and after the transform to rotate back.
+    To rotate, multiply by the weights, then transform each block. To rotate back, transform first.
     """
     scale = np.concatenate([np.full(size, size**-0.5) for size in block_sizes(head_dim)])
     signs = np.array([sign(i) for i in range(head_dim)])
@@ -47,7 +47,7 @@ def weights(head_dim: int) -> npt.NDArray[np.float32]:
 
 
 class Rotation(NamedTuple):
-    """Constants. weights: [head_dim] float32. blocks: int64, sizes of the blocks. root: 1 / sqrt(head_dim)."""
+    """Constants of a head size. weights: [head_dim], see `weights`. blocks: sizes of the blocks. root: 1 / sqrt(head_dim)."""
 
     weights: npt.NDArray[np.float32]
     blocks: npt.NDArray[np.int64]

@@ -1,7 +1,8 @@
 """Metric of a model's keys and values from a server's own queries, without a gradient; see docs/calibration.md.
 
-Errors e reach the residual stream as a W e from a value, and change the output by a (v - o) q e from a key, with
-attention weights a, outputs o and the head's part W of the output projection. Different queries add up like variances:
+The metric says how much an error matters. With attention weights a, attention outputs o and a head's part W of the
+output projection, an error e of a value v reaches the residual stream as a W e. An error e of a key changes o by
+a (v - o) (q e), for a query q. Effects on different queries add up like variances:
 
     values: sum of a^2, times W^T W;   keys: sum of a^2 |W (v - o)|^2 q q^T, reduced by RoPE to each pair's energy
 """
@@ -15,10 +16,10 @@ import numpy.typing as npt
 from manthan.codec.calibration import SINKS, ProfileBuilder
 from manthan.codec.profile import Profile, ProfileInfo
 
-ASKED, ASKING = 4, 64  # inverse of the prompt's last share with asking queries, and most of the queries
-KEYS = 1.6  # weight of keys, measured against Fisher's information, because queries are not independent
+ASKED, ASKING = 4, 64  # queries of the prompt's last 1 / ASKED are used, about ASKING of them
+KEYS = 1.6  # weight of keys against values, fitted to Fisher's information, because queries are not independent
 GROWTH, FIRST = 30.0, 1 / 250
-"""Squared length of the stream ahead of the last layer, and of the first, over the length ahead of the second."""
+"""Squared length of the residual stream ahead of the last layer, and of the first, over that ahead of the second."""
 OUTPUT = re.compile(r"(?:^|\bmodel\.)layers\.(\d+)\.\w+\.(?:o_proj|out_proj|dense)\.weight$")
 
 Doubles = npt.NDArray[np.float64]
@@ -26,7 +27,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class TrafficBuilder(ProfileBuilder):
-    """Builds a profile of the attention's keys and values. outputs: see `output_energies`."""
+    """Builder of a profile from arguments of the attention. outputs: see `output_energies`."""
 
     def __init__(self, info: ProfileInfo, outputs: list[Floats]) -> None:
         super().__init__(info)
@@ -35,11 +36,11 @@ class TrafficBuilder(ProfileBuilder):
         self._weights: list[Doubles] = []
 
     def ask(self, layer: int, queries: Floats, keys: Floats, values: Floats) -> None:
-        """Add the cost, to a text's last queries, of errors in earlier tokens. Layers of a text come in order.
+        """Add what errors in a text's earlier tokens do to its last queries. Call this for all layers of a text in order.
 
         Args:
-            queries: [query heads, tokens, head_dim], behind RoPE and scaled.
-            keys, values: [heads, tokens, head_dim], keys behind RoPE.
+            queries: [query heads, tokens, head_dim], after RoPE and scaling.
+            keys, values: [heads, tokens, head_dim], keys after RoPE.
         """
         tokens = keys.shape[1]
         cut = tokens - tokens // ASKED
@@ -62,7 +63,7 @@ class TrafficBuilder(ProfileBuilder):
             self.weigh_tokens(self._weights)
 
     def made(self) -> Profile:
-        """Make the profile. Raises ProfileError for too few tokens."""
+        """Return the profile. Raises ProfileError for too few tokens."""
         layers, heads, dim = self._shape
         lengths = [FIRST, *np.geomspace(1, GROWTH, layers - 1)]
         for layer, (energy, seen, length) in enumerate(zip(self._energy, self._seen, lengths, strict=True)):
@@ -75,7 +76,7 @@ class TrafficBuilder(ProfileBuilder):
 
 
 def output_energies(folder: Path | None, layers: int, heads: int, head_dim: int) -> list[Floats]:
-    """Return W^T W of each query head, [heads, head_dim, head_dim], by layer; identities if a matrix is missing."""
+    """Return W^T W of each query head, [heads, head_dim, head_dim], by layer; identities if any layer's W is missing."""
     from safetensors import safe_open
 
     found: dict[int, Floats] = {}

@@ -1,4 +1,4 @@
-"""`manthan calibrate`: a profile of a model, for calibrated codecs."""
+"""`manthan calibrate`: makes the profile of a model that calibrated codecs need, from the model's KV of a text."""
 
 import hashlib
 import time
@@ -22,7 +22,7 @@ NEEDED = ("torch", "transformers", "safetensors")
 
 
 class Metric(StrEnum):
-    """Weight of errors."""
+    """How errors are weighed: by their effect on predictions (Fisher's information), or all alike."""
 
     fisher = "fisher"
     none = "none"
@@ -31,9 +31,9 @@ class Metric(StrEnum):
 def calibrate(
     model: Annotated[str, typer.Argument(help="A folder, or the name of a model on the Hugging Face Hub.")],
     text: Annotated[Path | None, typer.Option(help="Text for the model; default: Manthan's text.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Of the text, at most.")] = 24_576,
-    out: Annotated[Path | None, typer.Option(help="The profile; a file in the cache folder.")] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="As the server has it.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the text that are read.")] = 24_576,
+    out: Annotated[Path | None, typer.Option(help="File for the profile; default: where servers look.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="The server's --tensor-parallel-size.")] = 1,
     metric: Annotated[
         Metric,
         typer.Option(help="Weight of errors: their effect on the model's predictions, or the spread of keys alone."),
