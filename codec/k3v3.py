@@ -1,4 +1,4 @@
-"""Three bits a number: rotated vectors in the Lloyd-Max quantizer of the normal distribution.
+"""Codec with three bits for each number: rotated vectors in the Lloyd-Max quantizer of the normal distribution.
 
 S. P. Lloyd, "Least squares quantization in PCM", IEEE Trans. Inf. Theory 28 (1982); J. Max, "Quantizing for minimum
 distortion", IRE Trans. Inf. Theory 6 (1960). Small and of a fixed rate; at equal size `wht-5x` diverges less than a
@@ -103,7 +103,7 @@ class K3v3Codec(Codec):
 
 
 def _encoded(x: Floats) -> tuple[npt.NDArray[np.uint16], Codes]:
-    """Scales, bf16 bits [n], and planes [n, BITS, head_dim / 8] of n finite vectors, [runs, tokens, head_dim]."""
+    """Return scales, bf16 bits [n], and planes [n, BITS, head_dim / 8] of n finite vectors [-1, tokens, head_dim]."""
     from manthan.codec.cpu import numba_kernels as kernels
 
     constants = rotation(x.shape[2])

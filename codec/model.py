@@ -12,8 +12,8 @@ class ModelFacts:
     """Facts of a model.
 
     rope: RoPE of the keys; None without RoPE, or if unknown.
-    profile: of the layers of the KV cache group and of the rank's heads.
-    state: layout of a block with recurrent states.
+    profile: calibrated profile of the KV cache group's layers and of the tensor-parallel rank's heads, or None.
+    state: layout of a block with recurrent states, or None.
     """
 
     rope: Rope | None = None

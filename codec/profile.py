@@ -35,7 +35,7 @@ GROUP = {
     "tables": np.uint8,
     "errors": np.int8,
 }
-"""Arrays of a group."""
+"""Data type of each array of a `Group` in the file."""
 Floats = npt.NDArray[np.float32]
 
 
@@ -44,7 +44,7 @@ class Group:
     """Layers encoded together, for a rank. C: a token's numbers, [layers, kinds, heads, head_dim].
 
     place: first layer, layers, first head of the rank's, heads.
-    head_dim: numbers of a head.
+    head_dim: count of numbers in a head.
     mean, scale: float32 [C].
     transform: float16 [C, C], columns of length 1; numbers come back as y @ (transform * scale) + mean.
     tables: uint8 [C], the table of each component.
@@ -98,9 +98,9 @@ class ProfileInfo:
     rope: RoPE by which keys were turned back, or None.
     metric: name of the metric.
     text: sha256 of the calibration text.
-    tokens: number of tokens read.
-    latent: numbers of a token's latent (MLA); 0 for keys and values.
-    bits: of a number, by level, on tokens held out.
+    tokens: number of tokens of the text that were read.
+    latent: count of numbers in a token's latent (MLA); 0 for keys and values.
+    bits: mean bits per number at each level, on tokens held out of the calibration.
     """
 
     model: str
@@ -124,8 +124,8 @@ class ProfileInfo:
 class Profile:
     """Profile of a model.
 
-    ranks: groups of each rank.
-    digest: of the file's whole content, also in a cut.
+    ranks: groups of each tensor-parallel rank.
+    digest: sha256 of the whole profile, also after `for_rank` has cut the profile.
     """
 
     info: ProfileInfo
@@ -222,7 +222,7 @@ def _same(one: Rope | None, other: Rope | None) -> bool:
 
 
 def _ranks(info: ProfileInfo, tensors: Mapping[str, Any], ranks: int) -> tuple[tuple[Group, ...], ...]:
-    """Groups of each rank. Raises KeyError, ValueError."""
+    """Return the groups of each rank. Raises KeyError, ValueError."""
     made = []
     for rank in range(ranks):
         places = _checked(tensors[f"{rank}.places"], (None, 4), np.int64).tolist()

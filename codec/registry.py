@@ -30,13 +30,13 @@ class Preset(Protocol):
 
     @property
     def name(self) -> str:
-        """Name in the configuration, in block headers and of the entry point: ASCII, at most 24 letters."""
+        """Name in the configuration, in block headers and of the entry point: at most 24 ASCII characters."""
 
     def codec(self, head_dim: int, facts: ModelFacts = NO_FACTS) -> Codec:
         """Return the codec for sections in the CPU's memory.
 
         Args:
-            head_dim: numbers of a vector, a multiple of 8 from 32 to 512.
+            head_dim: count of numbers in a vector, a multiple of 8 from 32 to 512.
             facts: facts of the model; see `takes_facts`.
 
         Raises: CodecError if the codec cannot encode such vectors.

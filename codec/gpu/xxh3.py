@@ -1,6 +1,6 @@
 """The constants of xxh3-64 without a seed for inputs over 240 bytes, for the device code of block checksums.
 
-The input is read as 64-bit words, little-endian, 8 a stripe. Word i of stripe s of a kibibyte goes with
+The input is read as 64-bit words, little-endian, 8 in each stripe. Word i of stripe s of a kibibyte goes with
 SECRET[s + i]; after 16 stripes the sums are scrambled with SECRET[16 + i]. LAST goes with the input's last 64
 bytes, MERGE with the sums in the end.
 """
@@ -27,7 +27,7 @@ def _words(count: int, start: int) -> tuple[int, ...]:
 
 
 START = (PRIME_32_3, PRIME_64_1, PRIME_64_2, PRIME_64_3, PRIME_64_4, PRIME_32_2, PRIME_64_5, PRIME_32_1)
-"""Initial values of the 8 sums."""
+"""Initial values of the hash's 8 sums."""
 SECRET = _words(24, 0)
 LAST = _words(8, 121)
 MERGE = _words(8, 11)

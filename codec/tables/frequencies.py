@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 SHAPES = (2.0, 1.4, 1.0, 0.7)
 OCTAVE = 3
-"""Tables from a deviation to the double."""
+"""Number of tables for each doubling of the deviation."""
 DEVIATIONS = 2.0 ** (np.arange(-10, 18) / OCTAVE)
-"""In steps: 0.1 to 51."""
+"""Standard deviations of the tables, in steps of the quantizer: 0.1 to 51."""
 SCALE = 1 << 12
 LARGEST = 127
 ESCAPE = 255
@@ -22,7 +22,7 @@ ESCAPE = 255
 RAREST = 0.5 / SCALE
 """Least probability of a number without escape."""
 UNIT = 256
-"""Parts of a bit, the unit of sizes."""
+"""Number of units in a bit: sizes are counted in 1 / UNIT of a bit."""
 
 
 @lru_cache
@@ -39,7 +39,7 @@ def family() -> npt.NDArray[np.uint16]:
 
 
 def costs(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
-    """Bits of each number, [tables, 256], with 16 behind an escape. Numbers without a frequency are escaped."""
+    """Return bits for each number, [tables, 256], with 16 behind an escape. Numbers without a frequency are escaped."""
     with np.errstate(divide="ignore"):
         bits = np.log2(SCALE) - np.log2(frequencies.astype(np.float64))
     escape = bits[:, -1:] + 16
@@ -48,7 +48,7 @@ def costs(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
 
 
 def expected(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
-    """Mean size of a number distributed by the table, [tables], in UNITs of a bit."""
+    """Mean size of a number distributed by the table, [tables], in 1 / UNIT of a bit."""
     bits = (costs(frequencies) * (frequencies / SCALE)).sum(1)
     found: npt.NDArray[np.int64] = np.rint(bits * UNIT).astype(np.int64)
     return found
