@@ -98,7 +98,7 @@ class ProfileInfo:
     rope: RoPE by which keys were turned back, or None.
     metric: name of the metric.
     text: sha256 of the calibration text.
-    tokens: number of tokens of the text that were read.
+    tokens: number of tokens that the profile was made from, in the layer with the fewest; without those held back.
     latent: count of numbers in a token's latent (MLA); 0 for keys and values.
     bits: mean bits per number at each level, on tokens held out of the calibration.
     """

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 SHAPES = (2.0, 1.4, 1.0, 0.7)
 OCTAVE = 3
-"""Number of tables for each doubling of the deviation."""
+"""Number of tables of each shape for each doubling of the standard deviation."""
 DEVIATIONS = 2.0 ** (np.arange(-10, 18) / OCTAVE)
 """Standard deviations of the tables, in steps of the quantizer: 0.1 to 51."""
 SCALE = 1 << 12
@@ -48,7 +48,7 @@ def costs(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
 
 
 def expected(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
-    """Mean size of a number distributed by the table, [tables], in 1 / UNIT of a bit."""
+    """Return the expected bits of a number with the table's distribution, in units of 1 / UNIT bit, [tables]."""
     bits = (costs(frequencies) * (frequencies / SCALE)).sum(1)
     found: npt.NDArray[np.int64] = np.rint(bits * UNIT).astype(np.int64)
     return found

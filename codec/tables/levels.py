@@ -1,12 +1,15 @@
 """Tables of a calibrated codec's levels: nested intervals of numbers, and the likelihood of each part of an interval.
 
-The finest whole number of a component is q3; numbers of coarser levels follow, and keep the sign:
+A block's base has the coarsest level 0, and each refinement adds the next level. The whole number of a component at
+the finest level is q3; numbers of coarser levels follow from it, and keep the sign:
 
     |q2| = (|q3| + 1) // 3;  |q1| = |q2| // 2;  |q0| = |q1| // 2
 
 The intervals nest (Equitz and Cover, "Successive refinement of information", 1991), and dead zones grow for small
-numbers. A table has a shape of SHAPES, generalized Gaussians, and a width of WIDTHS. A refinement encodes the number's
-part of the interval, by the table and the magnitude at the level before. A number is decoded to the interval's mean.
+numbers. A table has a shape of SHAPES, generalized Gaussians, and a width of WIDTHS. A refinement encodes in which part
+of its interval a number is, by the table and the magnitude at the level before. A number is decoded to its interval's
+mean. The refinement that makes a block exact encodes the distance from an expected cell, an interval of 2**n units. For
+numbers in the first cell it encodes their exponent too, as a fall: how many octaves it is below the cell.
 """
 
 from functools import cache
@@ -17,17 +20,17 @@ import numpy.typing as npt
 from manthan.codec.tables.frequencies import LARGEST, SCALE, SHAPES, as_frequencies
 
 SPLITS = 2, 2, 3
-"""Parts of an interval, by refinement."""
+"""Number of parts into which each refinement splits an interval."""
 STEPS = 12, 6, 3, 1
-"""Step of each level, in finest steps."""
+"""Width of each level's steps, in steps of the finest level."""
 WIDTHS = 2.0 ** (np.arange(-24, 24) / 3)
-"""Deviations of tables, in steps of the base."""
+"""Standard deviations of the tables' distributions, in steps of the base."""
 MAGNITUDES = 4
 """Number of magnitudes with separate tables: 0, 1, 2, and more."""
 FINE = 16
-"""Parts of a finest step, as the unit of positions inside an interval."""
+"""Units in a step of the finest level, for positions inside an interval."""
 FALLING = len(SHAPES) * len(WIDTHS)
-"""Table of the exponents below a cell, behind the tables of cells."""
+"""Index of the table of falls, behind the tables of cells; see above."""
 
 Whole = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
@@ -43,7 +46,10 @@ def coarser(magnitudes: Whole) -> list[Whole]:
 
 @cache
 def _masses() -> tuple[Doubles, Doubles]:
-    """Mass and mean of every finest interval, [tables, magnitudes]; the middle for a mass below 1e-12."""
+    """Return probability and mean of every interval of the finest level, [tables, magnitudes].
+
+    The mean is the middle for a probability below 1e-12.
+    """
     most = (LARGEST + 1) * STEPS[0]
     edges = np.maximum(np.arange(most + 1) - 0.5, 0)
     masses, means = [], []
@@ -81,7 +87,7 @@ def centres() -> npt.NDArray[np.int32]:
 
 @cache
 def base() -> npt.NDArray[np.uint16]:
-    """Frequencies of the base's numbers, [tables, 256]."""
+    """Return frequencies of the base's numbers, [tables, 256]."""
     mass = _masses()[0]
     parents = coarser(np.arange(mass.shape[1]))[0]
     return _of_magnitudes(_summed(mass, parents, LARGEST + 1))
@@ -89,7 +95,7 @@ def base() -> npt.NDArray[np.uint16]:
 
 @cache
 def cells() -> npt.NDArray[np.uint16]:
-    """Frequencies of distances from the expected cell, [tables, 256], followed by frequencies of falls (FALLING)."""
+    """Return frequencies of distances from the expected cell, [tables, 256], and behind them those of falls."""
     mass = _masses()[0]
     made = _of_magnitudes(_summed(mass, (np.arange(mass.shape[1]) + 6) // 12, LARGEST + 1))
     falls = np.zeros(2 * LARGEST + 1)
@@ -104,7 +110,7 @@ def _of_magnitudes(masses: Doubles) -> npt.NDArray[np.uint16]:
 
 @cache
 def parts() -> npt.NDArray[np.uint32]:
-    """Frequencies of a refinement's symbols, -1, 0 and 1, [refinements, tables, magnitudes, 3]. The sum is SCALE."""
+    """Return frequencies of a refinement's symbols -1, 0 and 1, with sum SCALE: [refinements, tables, magnitudes, 3]."""
     mass = _masses()[0]
     levels = coarser(np.arange(mass.shape[1]))
     made = np.zeros((len(SPLITS), len(mass), MAGNITUDES, 3), np.uint32)

@@ -47,7 +47,7 @@ def weights(head_dim: int) -> npt.NDArray[np.float32]:
 
 
 class Rotation(NamedTuple):
-    """Constants of a head size. weights: [head_dim], see `weights`. blocks: sizes of the blocks. root: 1 / sqrt(head_dim)."""
+    """Constants of a head size. weights, blocks: see `weights`, `block_sizes`. root: 1 / sqrt(head_dim)."""
 
     weights: npt.NDArray[np.float32]
     blocks: npt.NDArray[np.int64]

@@ -36,7 +36,7 @@ class TrafficBuilder(ProfileBuilder):
         self._weights: list[Doubles] = []
 
     def ask(self, layer: int, queries: Floats, keys: Floats, values: Floats) -> None:
-        """Add what errors in a text's earlier tokens do to its last queries. Call this for all layers of a text in order.
+        """Add what errors in a text's earlier tokens do to its last queries. Call it for a text's layers in order.
 
         Args:
             queries: [query heads, tokens, head_dim], after RoPE and scaling.
@@ -76,7 +76,7 @@ class TrafficBuilder(ProfileBuilder):
 
 
 def output_energies(folder: Path | None, layers: int, heads: int, head_dim: int) -> list[Floats]:
-    """Return W^T W of each query head, [heads, head_dim, head_dim], by layer; identities if any layer's W is missing."""
+    """Return W^T W of each query head, [heads, head_dim, head_dim], by layer; identities if a layer's W is missing."""
     from safetensors import safe_open
 
     found: dict[int, Floats] = {}
