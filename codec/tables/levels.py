@@ -110,7 +110,7 @@ def _of_magnitudes(masses: Doubles) -> npt.NDArray[np.uint16]:
 
 @cache
 def parts() -> npt.NDArray[np.uint32]:
-    """Return frequencies of a refinement's symbols -1, 0 and 1, with sum SCALE: [refinements, tables, magnitudes, 3]."""
+    """Return frequencies of the symbols -1, 0 and 1, with sum SCALE: [refinements, tables, magnitudes, 3]."""
     mass = _masses()[0]
     levels = coarser(np.arange(mass.shape[1]))
     made = np.zeros((len(SPLITS), len(mass), MAGNITUDES, 3), np.uint32)
