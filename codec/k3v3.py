@@ -1,8 +1,8 @@
 """Codec with three bits for each number: rotated vectors in the Lloyd-Max quantizer of the normal distribution.
 
 S. P. Lloyd, "Least squares quantization in PCM", IEEE Trans. Inf. Theory 28 (1982); J. Max, "Quantizing for minimum
-distortion", IRE Trans. Inf. Theory 6 (1960). Small and of a fixed rate; at equal size `wht-5x` diverges less than a
-quarter as much on a real model, and biased keys break `k3v3`.
+distortion", IRE Trans. Inf. Theory 6 (1960). Its code is short and its rate fixed. At equal size `wht-5x` diverges less
+than a quarter as much on a real model. With keys that have a large mean `k3v3` is of no use.
 
 Encoded section of n vectors of D = head_dim numbers, little-endian:
 
@@ -11,7 +11,7 @@ Encoded section of n vectors of D = head_dim numbers, little-endian:
 A plane is D/8 bytes; its bit i (bit i % 8 of byte i // 8) belongs to element i of the rotated vector. The first plane
 is the sign, 1 for minus; the next two are the index k of the magnitude, highest bit first. Padding is zero.
 
-Encoding a vector x, all in float32, without fused steps; for fold see `manthan.codec.base`:
+Encoding a vector x, all in float32, without fused multiply-add; fold is the sum that `manthan.codec.base` defines:
 
     m  = the largest exponent field (bits 23 to 30) in x
     x1 = x * 2**(127 - m)      the factor's exponent field within 8 .. 254: no square overflows or vanishes
@@ -65,7 +65,7 @@ K3V3 = K3v3Preset()
 
 
 class K3v3Codec(Codec):
-    """Codec on the CPU."""
+    """`Codec` of the preset, on the CPU."""
 
     scales_vectors = True
 
@@ -125,7 +125,7 @@ def _encoded(x: Floats) -> tuple[npt.NDArray[np.uint16], Codes]:
 
 
 def _decoded(scales: Floats, planes: Codes) -> Floats:
-    """Undo `_encoded`, with scales as float32, and planes of [runs, tokens]. Returns [runs, tokens, head_dim]."""
+    """Undo `_encoded`. scales: float32. planes: [-1, tokens, BITS, head_dim / 8]. Returns [-1, tokens, head_dim]."""
     from manthan.codec.cpu import numba_kernels as kernels
 
     digits = np.unpackbits(planes, axis=3, bitorder="little")

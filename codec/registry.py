@@ -21,8 +21,8 @@ from manthan.codec.wht import NAME as WHT
 from manthan.codec.wht import PRESETS as WHTS
 
 GROUP = "manthan.codecs"
-DEFAULT = WHT  # codec for a model without a profile
-FALLBACK = FINER  # last lossy codec that the guard tries before it keeps all tokens exact
+DEFAULT = WHT  # codec for a model without a profile (tables and transforms made from the model's own KV)
+FALLBACK = FINER  # last lossy codec that the guard tries, before blocks are kept exact; see manthan.manager.guard
 
 
 class Preset(Protocol):
@@ -47,13 +47,13 @@ PRESETS: dict[str, Preset] = {**WHTS, **KLTS, K3V3.name: K3V3}
 
 
 def finer_codecs(name: str) -> list[str]:
-    """Return the codecs that the guard tries instead of an unfaithful codec, coarsest first."""
-    without_profile = [WHT] if needs_profile(name) else []  # the profile may not fit the text
+    """Return the codecs to try, coarsest first, if a codec turns out to lose too much on the model served."""
+    without_profile = [WHT] if needs_profile(name) else []  # its profile may not fit the served prompts
     return [] if name in (FALLBACK, EXACT) else [*without_profile, FALLBACK]
 
 
 def codec_names() -> list[str]:
-    """Return all names of presets, Manthan's own first. `get_codec` also knows "exact"."""
+    """Return the names of all presets, Manthan's own first. "exact" is no preset, but `get_codec` takes it."""
     return [*PRESETS, *sorted(_others().keys() - set(PRESETS))]
 
 

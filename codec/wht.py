@@ -1,13 +1,12 @@
-"""Keys and values rotated, rounded to steps and entropy-coded, without a profile.
+"""Codec that rotates keys and values, rounds them to whole steps and encodes these by entropy. It needs no profile.
 
-Layout of an encoded section, and the arithmetic for all backends, bit for bit.
-
-docs/codec.md explains the steps. An entropy coder behind a uniform quantizer is within a quarter bit of the optimum
+Below are the layout of an encoded section, and the arithmetic, which is equal bit for bit on CPUs and GPUs.
+docs/codec.md explains them. An entropy coder behind a uniform quantizer is within a quarter bit of the optimum
 (Gish and Pierce, "Asymptotically efficient quantizing", 1968). Hooper et al. (KVQuant, 2024) quantize keys before RoPE.
 
-A run is a section's part of a head in a layer: T vectors of D numbers at positions p. A row is a layer's runs, of keys
-or of values. All in float32, without fused steps; for fold see `manthan.codec.base`, for hadamard and w
-`manthan.codec.tables.rotation`. A step below 2**-126 counts as none: the whole numbers are 0.
+A run is the keys, or the values, of one head in one layer of a section: T vectors of D numbers at positions p. A row is
+the runs of a layer. All is in float32, without fused multiply-add; `manthan.codec.base` defines fold, a sum, and
+`manthan.codec.tables.rotation` hadamard and w. Where a step is below 2**-126, whole numbers are 0.
 
     keys:    x  as `halves` puts it: first numbers of the pairs that RoPE turns, then the second ones, then the others
              u1 = x1 * cos + x2 * sin; u2 = x2 * cos - x1 * sin; the others are x
@@ -19,17 +18,17 @@ or of values. All in float32, without fused steps; for fold see `manthan.codec.b
              s = sqrt(E * (1 / numbers of the row)) * key_step, at least the row's largest g * 2**-8, rounded to two
                  bits of mantissa, ties to even
              k = m / s rounded to a whole number, ties to even, within +-8191
-             q = (y - k * s) / s, rounded likewise
+             q = (y - k * s) / s rounded to a whole number, ties to even
     values:  y = hadamard(x * w);  e = fold(y * y)
-             h = sqrt(e) * (1 / sqrt(D)) * value_step;  q = y / h, rounded likewise
+             h = sqrt(e) * (1 / sqrt(D)) * value_step;  q = y / h rounded as above
              s = e / max(fold(y * q), 2**-126), rounded to bf16 and to a byte with its run's octave
 
 cos and sin come from `Rope.tables`, without the rope's factor. The whole numbers of a row, [heads, D, T], are coded by
 `manthan.codec.cpu.rans`. A run's table in `family()` has the run's width: with S the sum of q * q over the run's n
 numbers, TABLES[j] for j the number of LIMITS l <= S / n.
 
-A section beyond the bound doubles all steps until the section fits, d times: q / 2**d rounded to a whole number, ties
-to even, is coded with TABLES[max(j - 3 * d, 0)]. Nothing else changes. d is 0 except for numbers that no transform
+If a section is longer than `max_nbytes`, all steps are doubled d times, until it fits: q / 2**d rounded to a whole
+number, ties to even, is coded with TABLES[max(j - 3 * d, 0)]. Nothing else changes. d is 0 except for numbers that no transform
 makes Gaussian.
 
     x^ = hadamard(q) * w * (2**d * s) for values, and hadamard(2**d * q + k) * w * s for keys, then turned
@@ -87,8 +86,8 @@ MEAN_INVERSE = np.float32(1 / MEAN_TOP)
 STEP_END = (127 + 100 + 2) << 7  # upper bound of a mean's step, in bf16 bits
 SCALE_MAX, SCALE_END = 0xFEF, 0xFF0  # the largest finite bf16 number, with four bits of mantissa, and infinity
 FINITE_STEPS = 0x7F80  # bf16 bits of infinity: every step is below
-FINEST = np.float32(2.0**-8)  # least step of a row, in parts of the row's largest mean's step
-MOST_STEPS = 8191  # most steps of a mean
+FINEST = np.float32(2.0**-8)  # least step of a row, as a multiple of the largest step g of its runs' means
+MOST_STEPS = 8191  # most whole steps k by which a mean is subtracted
 ROW_STEP_END = (127 + 64) << 7
 """Upper bound of a row's step, in bf16 bits, so that nothing overflows before numbers are turned."""
 LIMIT = 40
@@ -103,12 +102,12 @@ LIMITS: npt.NDArray[np.float64] = DEVIATIONS[:-1] * DEVIATIONS[1:] + 1 / 12
 
 @dataclass(frozen=True)
 class WhtPreset:
-    """Randomized Hadamard transform, a step for a layer's keys and a step for each value, and an entropy coder.
+    """Preset: a step for all keys of a layer, and one for each value vector.
 
     Args:
-        name: in the configuration and in encoded blocks.
-        key_step: in deviations of all numbers of a layer's keys.
-        value_step: in deviations of a value vector's numbers.
+        name: name in the configuration and in encoded blocks.
+        key_step: step, as a multiple of the standard deviation of a layer's keys.
+        value_step: step, as a multiple of the root mean square of a value vector's numbers.
     """
 
     name: str
@@ -126,7 +125,7 @@ NAME, FINER = PRESETS
 
 @dataclass(frozen=True)
 class Parts:
-    """Slices of an encoded section's parts ahead of the rows; empty for absent parts."""
+    """Slices of an encoded section's parts ahead of the rows; empty for parts that keys, or values, lack."""
 
     are_keys: bool
     runs: int
@@ -158,11 +157,11 @@ class Parts:
 
 
 class WhtCodec(Codec):
-    """Codec on the CPU.
+    """`Codec` of a preset, on the CPU.
 
     Args:
-        preset: the steps.
-        head_dim: numbers of a vector. Raises HeadDimError.
+        preset: name and steps.
+        head_dim: count of numbers in a vector. Raises HeadDimError.
         rope: RoPE of the model; None to code keys as they are.
     """
 
@@ -313,7 +312,7 @@ class WhtCodec(Codec):
 
 
 def halves(rope: Rope | None, head_dim: int) -> npt.NDArray[np.int64] | None:
-    """Return the order that turns pairs into halves, [head_dim]; None if pairs are halves already."""
+    """Return the order [head_dim] of numbers that puts all pairs' first numbers first; None if they are so already."""
     if rope is None or not rope.interleaved:
         return None
     numbers, (first, second) = np.arange(head_dim), rope.pairs
@@ -324,7 +323,7 @@ def halves(rope: Rope | None, head_dim: int) -> npt.NDArray[np.int64] | None:
 
 
 def to_bytes(scales: npt.NDArray[np.uint16]) -> Codes:
-    """bf16 scales [runs, tokens], finite and not negative, as octave and bytes [runs, 1 + tokens]."""
+    """Return bf16 scales [runs, tokens], finite and not negative, as octaves and bytes, [runs, 1 + tokens]."""
     short = np.minimum((scales.astype(np.int32) + 4) >> 3, SCALE_MAX)
     octaves = np.maximum(short.max(axis=1, keepdims=True) >> 4, 15) - 15
     codes: Codes = np.concatenate([octaves, np.maximum(short - 16 * octaves, 0)], axis=1).astype(np.uint8)
@@ -342,20 +341,20 @@ def table_numbers(squares: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.uint
 
     Args:
         squares: sum of a run's q * q, [runs].
-        n: numbers of a run.
+        n: count of numbers in a run.
     """
     return np.searchsorted(LIMITS * n, squares.astype(np.float64), side="right").astype(np.uint8)
 
 
 @lru_cache
 def _expected(step: float) -> int:
-    """Bits of a number on average, in UNITs of a bit."""
+    """Return the average bits of a number, in units of 1 / UNIT bit. step: as a multiple of the standard deviation."""
     table = table_numbers(np.array([round(1e6 / step**2)]), 10**6)
     return int(expected(family())[TABLES[table[0]]])
 
 
 def _rows(chosen: Codes, section: Section, doublings: int) -> Rows:
-    """chosen: j of each run's table before steps are doubled."""
+    """Return how rows are coded. chosen: j of each run's table before steps are doubled."""
     size = section.heads * section.head_dim
     count = len(chosen) // section.heads
     streams = streams_of(section.tokens * size)
@@ -364,7 +363,7 @@ def _rows(chosen: Codes, section: Section, doublings: int) -> Rows:
 
 
 def _divided(y: Floats, steps: Floats) -> Integers:
-    """Return whole steps of [runs, head_dim, tokens]; 0 where a step is none. Overwrites y."""
+    """Return y [runs, head_dim, tokens] in whole steps; 0 where a step is below FIRST_NORMAL. Overwrites y."""
     normal = steps >= FIRST_NORMAL
     y /= np.where(normal, steps, np.float32(1))
     np.rint(y, out=y)
@@ -373,7 +372,7 @@ def _divided(y: Floats, steps: Floats) -> Integers:
 
 
 def _whole(means: Floats, steps: Floats, most: int) -> Floats:
-    """Means [runs, head_dim] in whole steps of their run, within +-most; 0 for a step of none."""
+    """Return means [runs, head_dim] in whole steps of their run, within +-most; 0 for a step below FIRST_NORMAL."""
     normal = (steps >= FIRST_NORMAL)[:, None]
     with np.errstate(over="ignore"):
         whole: Floats = np.rint(means / np.where(normal, steps[:, None], np.float32(1)))
@@ -384,7 +383,7 @@ def _whole(means: Floats, steps: Floats, most: int) -> Floats:
 
 
 def _pack(code: Floats) -> Codes:
-    """[runs, head_dim] to planes [runs, MEAN_BITS, head_dim / 8]."""
+    """Return whole numbers [runs, head_dim] as bit planes [runs, MEAN_BITS, head_dim / 8]."""
     whole = np.abs(code).astype(np.uint8) | ((code < 0).astype(np.uint8) << np.uint8(MEAN_BITS - 1))
     planes = [whole & np.uint8(1 << (MEAN_BITS - 1 - p)) for p in range(MEAN_BITS)]
     return np.packbits(np.stack(planes, axis=1), axis=2, bitorder="little")
@@ -399,7 +398,7 @@ def _unpack(planes: Codes) -> Floats:
 
 
 def _over_tokens(y: Floats) -> Floats:
-    """Sum over tokens of [runs, head_dim, tokens], in the format's order."""
+    """Return sums over tokens of [runs, head_dim, tokens], in the order of `tokens` above."""
     sums = np.zeros((*y.shape[:2], 8), np.float32)
     for first in range(0, y.shape[2], 8):
         eight = y[:, :, first : first + 8]

@@ -1,7 +1,8 @@
-"""Measurement of a model while reading a text, for a profile: statistics of the cache, and metrics.
+"""Measurement of a model that reads a text, to make a profile: statistics of the KV cache, and metrics.
 
-The cache holds keys and values, or latents (MLA) and RoPE's part of keys. Needs torch and Transformers. A metric is
-half Fisher's information (Amari, 1998) and half facts without a gradient; docs/calibration.md says why.
+The cache has keys and values, or latents (MLA) and RoPE's part of keys. A metric says how much errors in the cache
+matter: it is half Fisher's information (Amari, 1998), and half made without a gradient; docs/calibration.md says why.
+This needs torch and Transformers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +26,9 @@ from manthan.codec.errors import HeadDimError, ProfileError
 from manthan.codec.profile import ProfileInfo
 from manthan.codec.rope import Rope
 
-PIECE = 2048  # tokens of a piece of text
-ASKED = 4  # inverse of a piece's last share: gradients are of its tokens' log-probabilities
-DRAWS = 2  # tokens drawn at each position, for a gradient each
+PIECE = 2048  # most tokens of a piece of the text, which the model reads by itself
+ASKED = 4  # the last 1 / ASKED of a piece has the tokens whose log-probabilities gradients are taken of
+DRAWS = 2  # gradients of a piece, each for tokens drawn anew from the model's predictions
 NAME = "manthan_calibration"
 OUTPUTS = ("o_proj", "out_proj", "dense")
 """Names of the output projection of attention, [hidden, query heads * head_dim]."""
@@ -37,7 +38,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 class ModelReader:
-    """Model in bf16, or on a CPU in float32. Raises ProfileError for a model without calibration support."""
+    """Model that reads texts, in bf16 on a GPU and float32 on a CPU. Raises ProfileError if it cannot be used."""
 
     def __init__(self, model: str, device: str | None = None) -> None:
         self._name = model
@@ -53,7 +54,7 @@ class ModelReader:
         self._model = loaded.eval().to(self._device).requires_grad_(False)
 
     def info(self, metric: str, text: str) -> ProfileInfo:
-        """Facts of the profile. text: sha256 of the text. Raises ProfileError for latents of an odd size."""
+        """Return facts for the profile. text: sha256 of the text. Raises ProfileError for latents of an odd size."""
         config = self._config
         if latent := getattr(config, "kv_lora_rank", None):
             try:
@@ -69,7 +70,7 @@ class ModelReader:
         return ProfileInfo(self._name, config.num_hidden_layers, kv_heads, head_dim, rope, metric, text)
 
     def pieces(self, text: str, tokens: int) -> list[list[int]]:
-        """Cut the first `tokens` tokens of a text into pieces of PIECE at most. Raises ProfileError for none."""
+        """Return a text's first `tokens` tokens in pieces of at most PIECE. Raises ProfileError for too few."""
         longest = getattr(self._config, "max_position_embeddings", None) or PIECE
         try:
             tokenizer = AutoTokenizer.from_pretrained(self._name)
@@ -86,7 +87,7 @@ class ModelReader:
         return whole
 
     def read(self, builder: ProfileBuilder, pieces: Sequence[list[int]], weigh: bool, step: Callable[[], None]) -> None:
-        """Add the cache of all pieces, and the metrics if `weigh`. Call `step` after each piece."""
+        """Have the model read pieces; add the cache to the builder, and metrics if `weigh`. Call `step` after each."""
         info = self.info("", "")
         weights = [_Weights(info) for _ in range(info.layers)]
         with _seen(self._model, info) as seen:
@@ -123,11 +124,10 @@ class ModelReader:
     def _feel(
         self, weights: Sequence["_Weights"], ids: list[int], layers: Sequence[Any], seed: int
     ) -> list[list[list[npt.NDArray[np.float32]]]]:
-        """Add the gradients of the last tokens' probabilities in the keys and values, or latents, of all earlier
-        tokens.
+        """Add gradients of the last tokens' log-probabilities, by earlier tokens' keys and values, or latents.
 
-        Returns the gradients of each layer, draw and kind, [tokens, C]. The first tokens are left out, because they
-        outweigh all the rest, and are kept exact.
+        Returns the gradients by layer, draw and kind (keys, values), [tokens, C]. The first SINKS tokens are left out:
+        they outweigh all others, and are kept exact.
         """
         cut, cache, leaves = len(ids) - len(ids) // ASKED, DynamicCache(config=self._config), []
         kinds = weights[0].kinds
@@ -150,7 +150,7 @@ class ModelReader:
 
 
 class _Weights:
-    """Fisher's information in a layer's keys, before RoPE, and values, or in the latents, [C, C] each."""
+    """Fisher's information on a layer's keys (before RoPE) and values, or on its latents: a matrix [C, C] of each."""
 
     def __init__(self, info: ProfileInfo) -> None:
         size = info.heads * info.head_dim
@@ -159,7 +159,7 @@ class _Weights:
         self._totals = [np.zeros((size, size)) for _ in range(self.kinds)]
 
     def add(self, parts: Sequence[npt.NDArray[np.float32]], positions: Positions) -> list[npt.NDArray[np.float32]]:
-        """Add gradients, [heads, tokens, head_dim], in the cache's numbers at `positions`. Returns them as rows."""
+        """Add gradients [heads, tokens, head_dim] of each kind, for tokens at `positions`. Returns [tokens, C]."""
         first, *others = parts
         turned_back = first if self._rope is None else self._rope.turn_back(first, positions)
         made = [x.transpose(1, 0, 2).reshape(x.shape[1], -1) for x in (turned_back, *others)]
@@ -168,7 +168,7 @@ class _Weights:
         return made
 
     def with_directions(self, *known: Doubles) -> list[Doubles]:
-        """Mix each half and half with `known`, scaled to the same size."""
+        """Return means of Fisher's information and of `known`, scaled to the same trace, for each kind."""
         return [
             (fisher + each * (np.trace(fisher) / np.trace(each))) / 2
             for fisher, each in zip(self._totals, known, strict=True)
@@ -176,22 +176,22 @@ class _Weights:
 
 
 class _Attention:
-    """Attention of a layer. energy: of the queries, [query heads, head_dim]."""
+    """Attention of a layer. energy: sum of squares of the queries, [query heads, head_dim]."""
 
     def __init__(self, module: Any, info: ProfileInfo) -> None:
         self._module, self._info = module, info
         self.energy: Any = 0.0
 
     def see(self, queries: Any) -> None:
-        """Add queries, [1, query heads, tokens, head_dim], behind RoPE."""
+        """Add queries [1, query heads, tokens, head_dim], which RoPE has rotated."""
         self.energy = self.energy + queries[0].detach().float().square().sum(1)
 
     def metrics(self) -> list[Doubles]:
-        """Metrics without a gradient, in the order of `ProfileInfo.kinds`."""
+        """Return metrics made without a gradient, in the order of `ProfileInfo.kinds`."""
         return [self.latents()] if self._info.latent else [self.keys(), self.values()]
 
     def latents(self) -> Doubles:
-        """Metric of latents, [C, C]; the identity for an unknown projection."""
+        """Return the metric of latents, [C, C]; the identity if the projection is unknown."""
         projection = getattr(self._module, FROM_LATENTS, None)
         if projection is None or projection.weight.shape[1] != self._info.latent:
             return np.eye(self._info.latent)
@@ -200,7 +200,7 @@ class _Attention:
         return made
 
     def keys(self) -> Doubles:
-        """Metric of keys, [C, C], diagonal."""
+        """Return the metric of keys, [C, C], diagonal: how large queries are."""
         info = self._info
         energy = self.energy.double().cpu().numpy().reshape(info.heads, -1, info.head_dim).sum(1)
         if info.rope is not None:
@@ -208,7 +208,7 @@ class _Attention:
         return np.diag(energy.ravel())
 
     def values(self) -> Doubles:
-        """Metric of values, [C, C], of each head by itself; the identity for an unknown output projection."""
+        """Return the metric of values, [C, C], zero between heads; the identity if the output projection is unknown."""
         info = self._info
         size = info.heads * info.head_dim
         weight = next((getattr(self._module, name).weight for name in OUTPUTS if hasattr(self._module, name)), None)
@@ -221,7 +221,7 @@ class _Attention:
 
 @contextmanager
 def _seen(model: Any, info: ProfileInfo) -> Iterator[dict[int, _Attention]]:
-    """Watch the model's attention, by layer."""
+    """Yield what is seen of each layer's attention while the model runs."""
     seen: dict[int, _Attention] = {}
 
     def attend(module: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:
@@ -239,7 +239,7 @@ def _seen(model: Any, info: ProfileInfo) -> Iterator[dict[int, _Attention]]:
 
 
 def _energies(draws: Sequence[Sequence[npt.NDArray[np.float32]]], metrics: Sequence[Doubles]) -> Doubles:
-    """Energies of gradients [tokens, C], of each draw and kind, in the given metrics: [tokens]."""
+    """Return for each token the sum over draws and kinds of g M^-1 g, with gradients g [tokens, C] and metrics M."""
     made: Doubles = np.zeros(len(draws[0][0]))
     for kind, metric in enumerate(metrics):
         even = metric + 1e-3 * np.trace(metric) / len(metric) * np.eye(len(metric))
@@ -250,7 +250,7 @@ def _energies(draws: Sequence[Sequence[npt.NDArray[np.float32]]], metrics: Seque
 
 
 def _heads(x: npt.NDArray[np.float32], info: ProfileInfo) -> npt.NDArray[np.float32]:
-    """Return latents [1, tokens, numbers] in pieces [heads, tokens, head_dim]; keys and values unchanged."""
+    """Return latents [1, tokens, numbers] cut into pieces, [heads, tokens, head_dim]; keys and values as they are."""
     return x[0].reshape(len(x[0]), info.heads, info.head_dim).swapaxes(0, 1) if info.latent else x
 
 

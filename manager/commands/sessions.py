@@ -65,7 +65,7 @@ def list_(
 
 @app.command()
 def show(session: Id, url: Url = LOCAL, tenant: Tenant = "") -> None:
-    """Show a session, and what happened to it."""
+    """Show a session, and its history."""
     answer, table = _ask(url, _path(session, tenant)), Table(box=None, show_header=False)
     life = answer.pop("life")
     answer["age"] = str(timedelta(seconds=round(time.time() - answer["created"])))
@@ -123,7 +123,7 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     try:
         address = f"{url.rstrip('/').removesuffix('/v1')}/manthan{path}"
         request = Request(address, data=None if body is None else json.dumps(body).encode(), headers=headers)
-        with build_opener(ProxyHandler({})).open(request, timeout=TIMEOUT_S) as answer:  # no proxy in between
+        with build_opener(ProxyHandler({})).open(request, timeout=TIMEOUT_S) as answer:  # not through a proxy
             return json.loads(answer.read())
     except HTTPError as error:
         try:
@@ -138,10 +138,10 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
 
 
 def measuring(store: Mapping[str, Any]) -> str:
-    """Return the guard's progress on a configured codec that is not used yet; empty after the verdict.
+    """Return how far the guard has measured the configured codec, which is not used until then; empty after that.
 
     Args:
-        store: of the API's state.
+        store: field `store` of the API's state.
     """
     if not (waits := store["measuring"]):
         return ""
@@ -149,7 +149,7 @@ def measuring(store: Mapping[str, Any]) -> str:
 
 
 def _path(session: str, tenant: str) -> str:
-    """Return the path of a session below /manthan. tenant: only for a client that may see all tenants' sessions."""
+    """Return the path of a session below /manthan. tenant: empty, unless the client may see all tenants' sessions."""
     return f"/sessions/{quote(f'{tenant}/{session}' if tenant else session, safe='')}"
 
 
