@@ -28,8 +28,8 @@ cos and sin come from `Rope.tables`, without the rope's factor. The whole number
 numbers, TABLES[j] for j the number of LIMITS l <= S / n.
 
 If a section is longer than `max_nbytes`, all steps are doubled d times, until it fits: q / 2**d rounded to a whole
-number, ties to even, is coded with TABLES[max(j - 3 * d, 0)]. Nothing else changes. d is 0 except for numbers that no transform
-makes Gaussian.
+number, ties to even, is coded with TABLES[max(j - 3 * d, 0)]. Nothing else changes. d is 0 except for numbers that no
+transform makes Gaussian.
 
     x^ = hadamard(q) * w * (2**d * s) for values, and hadamard(2**d * q + k) * w * s for keys, then turned
 
