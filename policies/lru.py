@@ -6,7 +6,7 @@ from manthan.policies.base import RankedPolicy, SessionView
 
 
 class LRU(RankedPolicy):
-    """Policy whose first victim is the least recently used session. Each call takes O(log n)."""
+    """The session unused for longest goes first. O(log n) an event."""
 
     name: ClassVar[str] = "lru"
 
