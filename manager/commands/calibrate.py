@@ -22,7 +22,7 @@ NEEDED = ("torch", "transformers", "safetensors")
 
 
 class Metric(StrEnum):
-    """How errors are weighed: by their effect on predictions (Fisher's information), or all alike."""
+    """Weights of errors. fisher: by the effect on predictions (Fisher's information). none: by the spread of keys."""
 
     fisher = "fisher"
     none = "none"
