@@ -89,12 +89,12 @@ def in_channels(message: Message) -> str:
 
 
 def loosely(message: Message) -> str:
-    """Return the text with white space as models write it: two spaces after a full stop, empty lines at the end."""
+    """Return the text with white space as models write it: two spaces after a full stop, two newlines at the end."""
     return f"{message['content'].replace('. ', '.  ')}\n\n"
 
 
 def called(message: Message) -> str:
-    """Return the text with its tool call, if any, in JSON without spaces, unlike the template's."""
+    """Return the text with its tool call, if any, in compact JSON, unlike the template's."""
     if not message.get("tool_calls"):
         return plain(message)
     call = message["tool_calls"][0]["function"]
@@ -123,7 +123,7 @@ def without_thinking(message: Message) -> Message:
 
 
 def within(message: Message) -> Message:
-    """Return the message with its thinking as a part of the content, as without a reasoning parser."""
+    """Return the message with its thinking in the content, between <think> tags."""
     return without_thinking(message) | {"content": tagged(message)} if "reasoning_content" in message else message
 
 
@@ -138,9 +138,9 @@ class Behaviour:
     Args:
         name: what the template or the client does.
         template: the chat template.
-        says: returns the text that the model generates for an answer.
+        says: returns the text that the model generates for a message.
         sends: returns a message as the client sends it in later prompts.
-        tools: number of new tools for each question.
+        tools: number of tools that each question after the first adds to the two at the beginning.
         has_calls: True if each answer follows a tool call.
     """
 
@@ -171,10 +171,10 @@ BEHAVIOURS = (
 
 
 class Turn(NamedTuple):
-    """Prompt of a model's message, a tool call or an answer.
+    """Prompt for the model's next message: tool call or answer.
 
-    tokens: number of tokens of the prompt and message before, in full blocks. kept: number of these at the beginning of
-    this prompt. prompt: number of this prompt's tokens.
+    tokens: number of tokens of the prompt and message before, in full blocks. kept: number of these that begin this
+    prompt, in full blocks. prompt: number of this prompt's tokens.
     """
 
     tokens: int
@@ -211,7 +211,7 @@ class Lengths(NamedTuple):
 def conversation(lengths: Lengths, count: int, has_calls: bool) -> Iterator[list[Message]]:
     """Yield the messages from a question to its answer, with a tool call between if `has_calls`.
 
-    The first begin with a system prompt.
+    The first list begins with a system prompt.
     """
     first = [{"role": "system", "content": text(lengths.system, 0)}]
     for number in range(1, count + 1):
@@ -228,7 +228,7 @@ def conversation(lengths: Lengths, count: int, has_calls: bool) -> Iterator[list
 
 
 def text(words: int, seed: int) -> str:
-    """Return sentences; a different seed gives different ones."""
+    """Return sentences, of which the last has the seed's number."""
     some = PROSE.split()
     chosen = [some[(seed * 7 + at * (seed % 5 + 1)) % len(some)] for at in range(words)]
     return " ".join(f"{word}." if at % 12 == 11 else word for at, word in enumerate(chosen)) + f" {seed}."
@@ -241,7 +241,7 @@ def tool(number: int) -> Message:
 
 
 class Result(NamedTuple):
-    """Means over the prompts of a conversation.
+    """Means over all prompts of a conversation but the first, except `last`.
 
     kept: share of the KV before, in full blocks, that the prompt can use. last: the same of the last prompt alone.
     computed: number of prompt tokens that are not kept.

@@ -1,10 +1,9 @@
 """Tasks for quality.py: facts in a context, and questions answered only by the facts.
 
-Names and numbers are made up, so that only the context has the answers. There is no chat with models: the right answers
-stand in the text, and an answer's token counts if the token is the likeliest. All questions of a task count; the
-earlier ones, with their answers, show a model the form of the later answers. Needles and variable tracking are modelled
-on "RULER" (Hsieh et al., 2024, arXiv 2404.06654), sums over several steps on GSM8K (Cobbe et al., 2021, arXiv
-2110.14168).
+Names and numbers are made up, so that only the context has the answers. Models generate nothing: the right answers are
+in the text, and an answer's token is right if it is the likeliest. All questions of a task are scored; the earlier
+ones, with their answers, show a model the form of the later answers. Needles and variable tracking are modelled on
+"RULER" (Hsieh et al., 2024, arXiv 2404.06654), sums over several steps on GSM8K (Cobbe et al., 2021, arXiv 2110.14168).
 """
 
 import random
@@ -82,7 +81,7 @@ def table(rng: random.Random, rows: int = 48) -> Task:
 
 
 def variables(rng: random.Random, chains: int = 8, length: int = 3) -> Task:
-    """Rows of `length` variables, each set to the one before it; the questions are for the value of each row's last."""
+    """Rows of `length` variables: the first is a number, each other the one before; asked is each row's last."""
     numbers = _numbers(rng, chains)
     facts = [f"\n{name} = {number}\n" for name, number in numbers.items()]
     names = iter(rng.sample([name for name in NAMES if name not in numbers], chains * (length - 1)))
@@ -96,7 +95,7 @@ def variables(rng: random.Random, chains: int = 8, length: int = 3) -> Task:
 
 
 def sums(rng: random.Random, chains: int = 8) -> Task:
-    """Coins of three persons, each with a few more than the person before; the answers are two sums in turn."""
+    """Coins of three persons, each with a few more than the one before; asked are two sums and their operands."""
     facts, questions = [], []
     names = iter(rng.sample([name.title() for name in NAMES], 3 * chains))
     for first, second, third in zip(names, names, names, strict=True):

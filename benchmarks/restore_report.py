@@ -17,7 +17,7 @@ LATENCY = ("hot", "recompute", "vllm-offload", *OURS)
 REDIS = ("redis", "tiered")
 DISK = ("disk", "disk-cached", "host-disk")
 NAMED = (*REDIS, *DISK)
-"""Arms that run only if they are named: they need a redis-server, or write to a disk."""
+"""Arms (measured systems) that run only if `--arms` names them: they need Redis or a disk."""
 CAPACITY = ("vllm-offload", "host", "plain", "device")
 RATIOS = (
     ("host", "vllm-offload"),
@@ -48,7 +48,7 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """Times to the first token of one kind of session return, in ms.
+    """Times to the first token, in ms, when sessions ask again in one way.
 
     cached: least number of prompt tokens that were not computed, over all the returns.
     """
@@ -81,7 +81,7 @@ def _place(name: str) -> int:
 
 
 def latency_ratios(rows: Sequence[Row]) -> dict[str, float]:
-    """Return ratios of medians for the pairs of RATIOS, with all codecs that were measured; resident returns apart."""
+    """Return ratios of medians for the pairs of RATIOS, for all measured codecs, without rows "hot"."""
     median = {row.name: row.median for row in rows if "," not in row.name}
     return {
         f"{a} / {b}": median[a] / median[b]

@@ -1,7 +1,7 @@
-"""Policy that users name `returns`: it evicts by predicted session returns, or by lru if lru keeps more useful KV.
+"""Policy that users name `returns`: it evicts by lru, or by predicted session returns if these keep more useful KV.
 
-A session returns when its client sends the next request. The KV that the request finds in the cache was useful. A
-shadow measures the useful KV of each of the two policies. A shadow is a simulated cache for a sample of the sessions
+A session returns when its client sends the next request. The KV that the request finds in the cache was useful. Each
+policy has a shadow, which measures its useful KV. A shadow is a simulated cache for a sample of the sessions
 (C. Waldspurger et al., "Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017: if a hash
 chooses some of the requests, and the cache is smaller by the same factor, the share that is found is about the same).
 """
@@ -24,15 +24,15 @@ It is above 1, so that a single request does not change the leader.
 """
 SAMPLE = 512  # intended number of sessions in a shadow. Above twice this number, the sample is halved
 LOOK_EVERY = 8  # sampled requests between two choices of the leader
-DRIFT = 0.02  # weight of the room just measured in the moving average `Mixture._room`, at each call of `victims`
+DRIFT = 0.02  # weight of the newest cache size in the moving average `Mixture._room`, at each call of `victims`
 
 
 class Contest:
     """Choice of the leader, the better of two policies, by the bytes of KV that each found at the same requests.
 
-    A leader stays until the other policy has surely found more. The policies differ at few requests, and by whole
-    sessions, so each request's difference counts as one random draw. The sum of the differences is compared with the
-    root of the sum of their squares: the sum's standard deviation if both policies are equally good.
+    A leader stays until the other policy has surely found more. The bytes of one request depend on each other, so each
+    request's difference counts as one random draw. The sum of the differences is compared with the root of the sum of
+    their squares: the sum's standard deviation if both policies are equally good.
     """
 
     def __init__(self, names: tuple[str, str], leader: str) -> None:
@@ -79,7 +79,7 @@ class ShadowCache:
         return found
 
     def forget(self, session_id: str) -> None:
-        """Remove a session that is gone. Ignore unknown ids."""
+        """Remove a session. Ignore unknown ids."""
         if session_id in self.kept:
             self._keep(session_id, 0)
             self.policy.forget(session_id)
@@ -109,11 +109,11 @@ class ShadowCache:
 
 
 class Mixture(Returns):
-    """Policy that names the victims of `Returns`, the prediction, or of lru: of the policy that leads a `Contest`.
+    """Policy that names the victims of `Returns` or of lru, whichever leads a `Contest`.
 
     Shadows as large as the real cache measure the bytes that each policy finds. lru leads at first. With many sessions,
     shadows see a sample of the sessions, chosen by a hash of the id. A shadow's capacity is then scaled down by the
-    same factor. Each call takes O(log n).
+    same factor. With n sessions, a call or a victim takes O(log n) on average.
     """
 
     def __init__(self, options: Any = None, model: ReturnModel | None = None) -> None:
@@ -123,13 +123,13 @@ class Mixture(Returns):
         self._nbytes = 0
         self._shadows = [ShadowCache(Returns(self.options, self.model)), ShadowCache(LRU())]
         self._contest = Contest(("returns", "lru"), "lru")
-        self._running: dict[str, SessionView] = {}  # sampled sessions whose newest request has not ended
+        self._running: dict[str, SessionView] = {}  # sampled sessions whose newest request is not simulated yet
         self._told: dict[str, tuple[int, float]] = {}
         """By id of a sampled session, `uses` and `created` when the shadows last simulated one of its requests."""
         self._origins: dict[float, str] = {}
-        """Superseded sessions by `created`. A session that goes on from one of them has the same `created`."""
+        """Ids of sessions that another continues, by `created`. The session that continues has the same `created`."""
         self._mask = 0  # bits of a session's hash that are 0 for sampled sessions
-        self._room = 0.0  # bytes that the real cache holds when it is full, as a moving average
+        self._room = 0.0  # bytes of all sessions but the newest when the cache is full, a moving average
         self._looks = 0
         self._last = self._offered = ""  # ids of the session used last, and of the victim named last
 
@@ -192,7 +192,7 @@ class Mixture(Returns):
             self._running[session.session_id] = session
 
     def _request(self, session: SessionView) -> None:
-        """Simulate a sampled session's ended request in the shadows. Let the better policy lead now and then."""
+        """Simulate a sampled session's ended request in the shadows. Choose the leader every LOOK_EVERY requests."""
         if session.session_id not in self._told and (origin := self._origins.pop(session.created, None)) is not None:
             for shadow in self._shadows:
                 shadow.inherit(session.session_id, origin)
@@ -219,4 +219,5 @@ class Mixture(Returns):
                 for shadow in self._shadows:
                     shadow.forget(session_id)
         self._told = {key: told for key, told in self._told.items() if key in sampled and self._is_sampled(key)}
+        self._running = {key: session for key, session in self._running.items() if self._is_sampled(key)}
         self._origins = {created: origin for created, origin in self._origins.items() if origin in self._told}

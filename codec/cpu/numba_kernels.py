@@ -187,9 +187,9 @@ def _hadamard(tile: Floats, blocks: Sizes) -> None:
 
 @jit()
 def _fold(rows: Floats) -> None:
-    """Sum a flat tile's rows, a multiple of 8, into row 0, by adding the second half to the first.
+    """Sum a flat tile's rows into row 0: each 8 rows by halves, then these sums by halves.
 
-    This is done within each 8 rows, then over these rows' sums. Other rows are overwritten.
+    The number of rows is a multiple of 8. Other rows are overwritten.
     """
     groups = len(rows) // LANES // 8
     for g in range(groups):
@@ -222,7 +222,7 @@ def _turn(x: Floats, cos: Floats, sin: Floats, out: Floats) -> None:
 
 @jit([MATRICES(_in(word, 3), boolean, *TURNS) for word in (uint16, uint32)])
 def turned_back(words: Array, bf16: bool, cos: Floats, sin: Floats) -> Floats:
-    """Rotate keys [runs, tokens, head_dim] by RoPE's angles, given as bits of bf16 (uint16) or float32 (uint32).
+    """Rotate keys [runs, tokens, head_dim], given as bits of bf16 (uint16) or float32 (uint32), by RoPE's angles.
 
     cos, sin: [tokens, pairs] of the angles; with negated sines, keys are as before RoPE.
     """
@@ -244,7 +244,7 @@ def turned_back(words: Array, bf16: bool, cos: Floats, sin: Floats) -> Floats:
 def turned(x: Floats, cos: Floats, sin: Floats, bf16: bool, largest: Any, out: Array) -> None:
     """Rotate keys [runs, tokens, head_dim] by RoPE's angles; fill their bits as bf16 or float32, clamped to +-largest.
 
-    A negative zero becomes a positive one; a smaller negative number than bf16 has is rounded to a negative zero.
+    A negative zero becomes positive; a negative number too near 0 for bf16 becomes a negative zero.
     """
     runs, tokens, dim = x.shape
     bits = np.empty(dim, np.uint32)
@@ -508,8 +508,8 @@ def read_levels(
 def places(q: Array, tables: Array, shifts: Array, fine: int, centres: Array, scales: Array, out: Array) -> None:
     """Fill `out` with sign(q) * (abs(q) * fine + centre) * scale, [components, tokens].
 
-    fine: a step of the level of `q`, in units of `centres`. centres: mean of the numbers in an interval, from its
-    beginning, [tables, magnitudes]. scales: [tokens].
+    fine: a step of the level of `q`, in units of `centres`. centres: mean of an interval's numbers, less
+    abs(q) * fine, [tables, magnitudes]. scales: [tokens].
     """
     for component in range(q.shape[0]):
         for token in range(q.shape[1]):
@@ -571,7 +571,7 @@ def _length(x: Any) -> Any:
 def _cell(near: int, wide: int) -> Any:
     """Return log2 of a cell's size, the cell of `near`, and the index of the table for the distance from it.
 
-    A cell is an interval of numbers, 2**n units wide. wide: three times log2 of the expected error in these units.
+    A cell is an interval, 2**n units of `near` wide. wide: three times log2 of the expected error of `near` in units.
     """
     far = abs(near)
     lattice = _length(far) - 8
@@ -596,7 +596,7 @@ def write_exact(
         near: their lossy numbers, in units of 2**-points[vector].
         errors: three times log2 of the expected errors in these units, [vectors, head_dim].
         shifts: what a token adds to `errors`, [vectors, tokens].
-        cells: frequencies, see `manthan.codec.tables.levels`.
+        cells: `encoding` of the `Coder` of `manthan.codec.tables.levels.cells`.
     """
     at, place = len(words), bits.size
     states[:] = LOWEST

@@ -1,4 +1,4 @@
-"""`manthan.codec.k3v3` by CUDA kernels. It encodes to the CPU's bytes, and decodes to the CPU's numbers."""
+"""`manthan.codec.k3v3` (3 bits a number) by CUDA kernels. Bytes and numbers equal those of the codec on the CPU."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -19,8 +19,8 @@ SOURCES = ("common.cu", "k3v3.cu", "exact.cu", "seal.cu")
 class K3v3Plan(NamedTuple):
     """Arguments of the kernels for blocks with the same number of exact tokens, which are stored bit for bit.
 
-    exact: jobs for these. coded: job for all further tokens; None without any. seal: job that writes or checks the
-    checksum.
+    exact: jobs (a kernel's arguments) for what is stored bit for bit. coded: job for all further tokens; None without
+    any. seal: job to write or check header and checksum.
     """
 
     exact: list[Job]
@@ -62,7 +62,7 @@ class K3v3PagedCodec(PagedCodec):
         self._launch(name, job, batch, codes, job.kinds * job.layers * job.heads * job.tokens)
 
     def _launch(self, name: str, job: Job, batch: Batch, codes: torch.Tensor, warps: int) -> None:
-        """Launch a kernel. warps: largest number of warps that have work in a block of the batch."""
+        """Launch a kernel. warps: most warps that have work in one KV block."""
         of_batch = job.of(batch, codes)
         self._kernels.launch(name, of_batch, of_batch.n * warps)
 

@@ -35,7 +35,7 @@ REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 def _redis_url(url: str) -> str:
-    """Return a well-formed URL without a password, because logs show the URL. Raises ValueError for any other URL."""
+    """Return `url` if it is well-formed and without password, because logs show it. Raises ValueError otherwise."""
     try:
         parts = urlsplit(url)
         is_whole = bool(parts.path if parts.scheme == "unix" else parts.hostname)
@@ -53,12 +53,12 @@ RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 
 
 def _from_json(value: object) -> object:
-    """Return a mapping. A string comes from an environment variable, and is read as JSON."""
+    """Return the value. A string, as from an environment variable, is read as JSON."""
     return json.loads(value) if isinstance(value, str) else value
 
 
 def _names(value: object) -> object:
-    """Return a list of names. A string comes from an environment variable, and has names separated by commas."""
+    """Return a list of names. A string, as from an environment variable, has names separated by commas."""
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
@@ -107,7 +107,7 @@ class PolicyConfig(_Model):
 
 
 class IdleConfig(_Model):
-    """Conditions for saving a session: seconds since the session's last request, and least number of tokens."""
+    """Conditions for saving a session's KV: seconds since its last request, and least number of tokens."""
 
     shorthand = "after_s"
 
@@ -121,7 +121,7 @@ class CodecConfig(_Model):
     shorthand = "name"
 
     name: str = Field(default="auto", description="the name of a codec, such as wht-5x")
-    profile: str = Field(default="", description="the path of a model's profile; empty for the one that is found")
+    profile: str = Field(default="", description="the path of a file by `manthan calibrate`; empty for the usual path")
     sink_tokens: Count = Field(default=4, ge=0, description="a whole number of a session's first tokens, 0 for none")
     state: Literal["exact", "bf16", "int8"] = Field(default="exact", description="exact, bf16 or int8")
     guard: bool = Field(default=True, description="true or false")
@@ -145,18 +145,18 @@ class RedisConfig(_Model):
     url: RedisUrl = Field(
         default="redis://127.0.0.1:6379/0",
         description="redis://USER@HOST:PORT/DB, rediss:// for TLS or unix://USER@/PATH, with redis-py's options behind "
-        f"a '?' and without a password (set {REDIS_PASSWORD} for it)",
+        f"a '?' (socket_timeout at most 60) and without a password (set {REDIS_PASSWORD} for it)",
     )
     prefix: str = Field(
         default="manthan:",
         pattern=r"^[A-Za-z0-9_.:/-]{1,64}$",
-        description="the prefix of all keys: up to 64 letters, digits and _ . : / -",
+        description="the prefix of all keys: 1 to 64 letters, digits and _ . : / -",
     )
     ttl_s: Number = Field(default=86400.0, ge=1, description="a plain number of seconds, 1 or more, such as 86400")
 
 
 class TiersConfig(_Model):
-    """Tiers of the cold store, with the bytes of each.
+    """Tiers of the cold store, which has the KV of idle sessions, with the bytes of each.
 
     kind: tier with the budget max_bytes. host is RAM, page-locked if there is a GPU; device is GPU memory; disk is a
     folder of a local file system; redis is a Redis server. host_bytes: RAM in a second tier. Behind device, this RAM
@@ -167,7 +167,7 @@ class TiersConfig(_Model):
 
     shorthand = "kind"
 
-    kind: str = Field(default="host", description="the name of a cold store, such as host")
+    kind: str = Field(default="host", description="the name of a tier, such as host")
     max_bytes: Bytes = Field(
         default=ByteSize(4 << 30), description="a size above 0, such as 4GiB, 512MiB or a plain number of bytes"
     )
@@ -176,9 +176,7 @@ class TiersConfig(_Model):
     disk: DiskConfig = DiskConfig()
     redis: RedisConfig = RedisConfig()
     pinned_share: Share = Field(default=0.25, description="a share of the cold store between 0 and 1")
-    drain_s: Annotated[float, Field(ge=0, le=3600)] = Field(
-        default=10.0, description="a number of seconds from 0 to 3600"
-    )
+    drain_s: Number = Field(default=10.0, ge=0, le=3600, description="a number of seconds from 0 to 3600")
 
     @property
     def places(self) -> Sequence[str]:
@@ -224,7 +222,8 @@ class TiersConfig(_Model):
             )
         if self.disk_bytes and not self.is_shared:
             raise ValueError(
-                f"tiers.disk_bytes is disk in front of tiers.kind redis, but kind is {self.kind}: use max_bytes"
+                f"tiers.disk_bytes is disk in front of tiers.kind redis, but kind is {self.kind}: "
+                f"{'use max_bytes' if self.kind == 'disk' else 'leave it out'}"
             )
         if self.is_on_disk and not self.disk.path:
             raise ValueError(
@@ -235,7 +234,7 @@ class TiersConfig(_Model):
 
 
 class ApiConfig(_Model):
-    """HTTP API with paths below /manthan. hosts: host names that a server without an API key accepts."""
+    """HTTP API with paths below /manthan. hosts: further names that header Host may have without an API key."""
 
     shorthand = "enabled"
 
@@ -259,7 +258,7 @@ class TenantsConfig(_Model):
 
 
 class SealingConfig(_Model):
-    """File of keys that seal (encrypt) blocks in Redis or on a disk, and the journal of sessions on a disk."""
+    """File of keys that seal (encrypt) stored blocks, and on a disk the list of sessions."""
 
     shorthand = "key_file"
 
@@ -269,7 +268,7 @@ class SealingConfig(_Model):
 class ManthanConfig(_Model):
     """Whole configuration. `model_dump(mode="json")` returns valid input of `model_validate`.
 
-    ordering: order of waiting requests. admission_s: most seconds by which a request with much to compute stands back.
+    ordering: order of waiting requests. admission_s: most seconds to put a request behind others for what it computes.
     memory_bytes: memory of vLLM and Manthan together, if CPU and GPU share one memory.
     """
 

@@ -132,6 +132,8 @@ def test_a_refusal_names_the_source_of_the_value(write: WriteYaml) -> None:
         ("policy", 3),
         ("tiers", ["host"]),
         ("tiers.pinned_share", 1.01),
+        ("tiers.drain_s", True),
+        ("tiers.drain_s", float("nan")),
         ("tenants.shares", ["acme"]),
         ("tenants.shares", {"acme": 1.01}),
         ("tenants.shares", {"a.b": 0.5, "acme": "half"}),
@@ -211,6 +213,10 @@ def test_a_key_near_nothing_is_answered_with_what_there_is() -> None:
         (
             {"tiers": {"kind": "disk", "disk_bytes": 5, "disk": "/x"}},
             "argument: tiers.disk_bytes is disk in front of tiers.kind redis, but kind is disk: use max_bytes",
+        ),
+        (
+            {"tiers": {"kind": "device", "disk_bytes": 5}},
+            "argument: tiers.disk_bytes is disk in front of tiers.kind redis, but kind is device: leave it out",
         ),
         (
             {"tiers": {"host_bytes": 5}},

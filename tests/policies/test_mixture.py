@@ -62,6 +62,9 @@ def test_a_crowd_of_sessions_is_sampled() -> None:
     policy, rng = Mixture(), random.Random(0)
     for number in range(12_000):
         in_and_out(policy, view(f"s{number}", float(number)))
+        if number == SAMPLE:
+            for running in range(100):
+                policy.used(view(f"r{running}", float(number)))
         if number > 4000:
             back = rng.randrange(4000)
             in_and_out(policy, view(f"s{number - back}", number + 0.5, 2, gap=float(back)))
@@ -73,6 +76,7 @@ def test_a_crowd_of_sessions_is_sampled() -> None:
     assert SAMPLE / 4 < max(sizes) <= 2 * SAMPLE + LOOK_EVERY
     assert len(policy._told) < 20 * SAMPLE
     assert all(policy._is_sampled(name) for shadow in policy._shadows for name in shadow.kept)
+    assert all(map(policy._is_sampled, policy._running))
 
 
 @settings(deadline=None, max_examples=30)

@@ -1,7 +1,7 @@
 """HTTP API below /manthan, on vLLM's server and behind its API key if it has one: shows and steers sessions.
 
-A session is a conversation: the requests with one session id, whose KV is kept together. A question goes to all engine
-cores at once; there are several if the engine is data-parallel, and a session may be known to some of them.
+A session is a conversation: the requests with one session id. The cold store has the compressed KV of idle sessions. A
+question goes to all engine cores at once; a data-parallel engine has several, and some of them may know a session.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ from manthan.vllm_hooks.transfer_config import from_vllm_config, settings_of
 ANSWERED_S = 30.0
 """Most seconds to wait for the engine cores. A core answers between two steps."""
 EVERY_S, RARELY, MOST_OFTEN = 2.0, 3, 100
-"""Seconds between two rounds of `/changes`. Costly questions, such as a page of more than MOST_OFTEN sessions, are
-asked in every third round only."""
+"""Seconds between rounds of the event stream `/changes`. Costly questions, such as a page of more than MOST_OFTEN
+sessions, are asked in every third round only."""
 HOLDERS = 5
-"""Number of sessions in the events `hot_bytes` and `cold_bytes`: those with the most bytes in the pool, or in tiers."""
+"""Most sessions in event `hot_bytes` (the largest in vLLM's KV pool) and in `cold_bytes` (the largest compressed)."""
 NO_FILTER = {"state": None, "tenant": None, "tier": None, "pinned": None, "prefix": "", "offset": 0}
 Question: TypeAlias = Callable[[], Awaitable[Sessions | EngineState]]
 """Function that asks the engine cores for what an event of `/changes` shows."""
@@ -53,13 +53,13 @@ STATUSES = {
     411: "The body's length is missing.",
     413: "The body is too long.",
     422: "A parameter or a body that cannot be used.",
-    503: "The engine is dead, or does not answer.",
+    503: "The engine is missing, dead or silent.",
 }
 OF_ONE = {404: "There is no such session, or it is another tenant's."}
 STEERED = OF_ONE | {
-    403: "The server has no API key, and another site's page asks, or the request's `Host` is not one of its names.",
+    403: "The server has no API key, and either another site's page asks or `Host` is not one of the server's names.",
     409: "Not possible now.",
-    503: "The engine is dead, sleeps, or does not answer.",
+    503: "The engine is missing, dead, asleep or silent.",
 }
 
 
@@ -146,7 +146,7 @@ def make_router(args: Namespace) -> APIRouter:
     async def session(request: Request, id: Id, bound: Bound) -> Any:
         return await ask_about(request.app.state.engine_client, "session", {"id": id, "bound": bound})
 
-    @router.get("/state", response_model=EngineState, summary="Show the pool, the cold store and the policy")
+    @router.get("/state", response_model=EngineState, summary="Show KV pool, cold store and eviction policy")
     async def state(request: Request, bound: Bound) -> Any:
         found = summed(await ask_all(request.app.state.engine_client, "state", {"bound": bound}))
         model = request.app.state.vllm_config.model_config
@@ -202,12 +202,12 @@ def make_router(args: Namespace) -> APIRouter:
             operation_id=f"manthan_{what}",
         )
 
-    add("evict", "Have a session go cold now, as if it were idle for long enough", 202, models.Nothing)
+    add("evict", "Compress and save a session now, as if it were idle for long enough", 202, models.Nothing)
     add("prefetch", "Restore a session when there is room", 202, models.Nothing)
     add("expect", "Announce when a session's client returns, or which tool it waits for", 200, models.Expect, ...)
     add("pin", "Keep a session's compressed blocks when others are dropped", 200, models.Pin)
     add("unpin", "End a pin", 200, models.Nothing)
-    add("release", "Forget a session, and erase its blocks", 200, models.Nothing)
+    add("release", "Forget a session, and erase the blocks that only this session has", 200, models.Nothing)
     return router
 
 
@@ -301,7 +301,7 @@ def together(answers: Sequence[Answer], offset: int, limit: int, descending: boo
 
 
 def summed(answers: Sequence[Answer]) -> Answer:
-    """Return several cores' states as one: sums of numbers, all orders in turn, and the first core's settings.
+    """Return several cores' states as one: summed totals, eviction orders interleaved, the rest of the first core.
 
     The store is up if it is up in all cores.
     """

@@ -17,7 +17,7 @@ struct Turner {
 #define HELD (HEAD_DIM <= 256 ? 8 : 16)  // numbers that a thread holds
 #define OCTETS (HELD / 8)
 #define HOLDERS ((HEAD_DIM + HELD - 1) / HELD)
-#define SPAN (HOLDERS <= 4 ? 4 : HOLDERS <= 8 ? 8 : HOLDERS <= 16 ? 16 : 32)  // threads of a vector, some of them idle
+#define SPAN (HOLDERS <= 4 ? 4 : HOLDERS <= 8 ? 8 : HOLDERS <= 16 ? 16 : 32)  // threads of a vector, perhaps some idle
 #define VECTORS (32 / SPAN)
 
 __device__ __forceinline__ void load_octet(const float* from, float (&x)[8]) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void store_octet(float* to, const float* x) {
 }
 
 #if DTYPE == 0
-__device__ __forceinline__ u32 store_pair(float low, float high) {  // finite
+__device__ __forceinline__ u32 store_pair(float low, float high) {  // of finite numbers
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
@@ -39,12 +39,12 @@ __device__ __forceinline__ u32 store_pair(float low, float high) {  // finite
 __device__ __forceinline__ u32 store_pair(float low, float high) { return store(low) | (u32)store(high) << 16; }
 #endif
 
-struct Vector {  // of the cache, read and written by the numbers of elements; see Turner
+struct Vector {  // in the cache, read and written by element index; see Turner
     const Turner& turner;
     Word* x;
 
     __device__ __forceinline__ float one(int i) const { return load(x + turner.source(i)); }
-    __device__ __forceinline__ bool whole(int e) const {  // true if elements e to e + 7 are neighbours in the cache
+    __device__ __forceinline__ bool whole(int e) const {  // true if e to e + 7 are aligned neighbours in the cache
         return ALIGNED && !(INTERLEAVED && turner.keys && e < 2 * PAIRS);
     }
     __device__ __forceinline__ void octet(int e, float (&y)[8]) const {
@@ -94,7 +94,7 @@ struct Vector {  // of the cache, read and written by the numbers of elements; s
     }
 };
 
-struct Mean {  // of the keys, in shared memory, by the numbers of elements
+struct Mean {  // of keys, or one key, in shared memory, by element index
     const float* x;
 
     __device__ __forceinline__ float one(int i) const { return x[i]; }
@@ -130,7 +130,7 @@ __device__ __forceinline__ void turn(const Turner& turner, int e, int t, float (
 }
 
 struct Share {  // part of a vector that a thread holds
-    int beside, e, block;  // index of the vector in the warp; first element; size of the element's Hadamard block
+    int beside, e, block;  // index of the vector in the warp; first element; size of the Hadamard matrix over it
     bool head;             // true if it is the vector's first part
     float weights[HELD];
 
@@ -171,7 +171,7 @@ __device__ __forceinline__ float fold(const float (&s)[8]) {
                      __fadd_rn(__fadd_rn(s[1], s[5]), __fadd_rn(s[3], s[7])));
 }
 
-// Sum of v * w over a vector, in the order of manthan.codec.cpu.numbers.fold; right in the vector's first thread only.
+// Sum of v * w over a vector, in the order that manthan.codec.base defines; right in the vector's first thread only.
 __device__ __forceinline__ float product(const float (&v)[HELD], const float (&w)[HELD], int lane) {
     float sums[OCTETS];
 #pragma unroll

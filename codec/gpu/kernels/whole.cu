@@ -1,6 +1,6 @@
-// Entropy coder of wht: rows of whole numbers to 16-bit words, equal to those of manthan.codec.cpu.rans, and back. A row is
-// a layer's keys or values; each of its runs (one head's part) has a table of frequencies. A warp has a thread for each
-// stream of a row. Rows of fewer than 32 streams share a warp: the same row of consecutive blocks of the batch.
+// rANS coder of codec wht: rows of whole numbers to 16-bit words, equal to those of manthan.codec.cpu.rans, and back. A row
+// is one KV block's keys or values of a layer; each of its runs (one head's part) has a table of frequencies. A thread codes
+// one of a row's rANS streams. Rows of fewer than 32 streams share a warp: the same row of consecutive KV blocks.
 //
 // job.encoding: [TABLES, 256 symbols] of two u32. The first has the symbol's frequency (bits 0 to 11), the sum of earlier
 // symbols' frequencies (12 to 23), and bit 31. Bit 31 is set for the escape and for symbols that the table lacks, which
@@ -16,7 +16,7 @@
 #define ENCODING_UNITS (TABLES * 256 * 8 / 16)
 #define DECODING_UNITS (TABLES * (SLOTS + 256 * 4) / 16)
 
-struct Octets {  // a batch, eight numbers of each stream of a row; first: index in the row; head, begin: run of `first`
+struct Octets {  // a batch: eight numbers a stream. first: its lowest index; head: run of `first`; begin: the run's lowest index
     u32 all, numbers, of_run, first, head, begin;
 
     __device__ __forceinline__ Octets(const Sections& job, u32 batch)
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(con
     }
 }
 
-// Encode a row of one block, with steps that are doubled `doublings` times, by the warp's first all.streams threads.
+// Encode a row of one KV block, with quantization steps doubled `doublings` times, by the warp's first all.streams threads.
 __device__ __forceinline__ void encode_doubled(const Wht& job, int row, int block, int doublings, const Streams& me) {
     const uint2* tables = (const uint2*)job.encoding;
     const Sections& all = job.all;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void encode_doubled(const Wht& job, int row, int bloc
     if (at < 0) all.far[2 * block + kind] = 1;
 }
 
-// Double the steps of each section above its limit until it fits. A block of threads takes a section. It is rare.
+// Double a section's (a KV block's keys or values) steps until it fits. Most fit already. A thread block takes a section.
 extern "C" __global__ void __launch_bounds__(ENCODE_THREADS) double_steps(const Wht job) {
     const Sections& all = job.all;
     const Streams me(all.streams);
@@ -167,7 +167,7 @@ __device__ __forceinline__ u32 decode_whole(u32& x, Reader& reader, const u8* sl
     return escaped ? raw + SYMBOL_MAX & 0xffff : symbol;
 }
 
-// Decode the rows of good blocks into `rounded`. A status becomes 0 for states and words that no encoder writes.
+// Decode good blocks' rows into `rounded`, plus SYMBOL_MAX. A status becomes 0 for states and words that no encoder writes.
 extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(const Wht job) {
 #if SHARED_TABLES
     extern __shared__ uint4 shared[];
