@@ -49,7 +49,7 @@ def load(
     arms: Annotated[
         str,
         typer.Option(
-            help="Some of plain, plain-ordered, wide, offload, lmcache, host-arrival, host, whole (never cuts blocks), "
+            help="Some of plain, plain-ordered, wide, offload, lmcache, host-arrival, host, whole (cuts no blocks), "
             "device, disk, redis, tiered; default: plain, wide, host; on a GPU plain, offload, host.",
         ),
     ] = "",
