@@ -47,7 +47,7 @@ RAMP_SHARE = 1 / 3
 
 
 class Plan(NamedTuple):
-    """Each agent's first session, by number of agents. All begin in the first ramp_s of a measurement's `seconds`."""
+    """Each agent's first session, by number of agents. All agents begin in the first ramp_s of `seconds`."""
 
     agents: dict[int, list[Chat]]
     seconds: float

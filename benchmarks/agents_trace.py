@@ -161,9 +161,8 @@ def _turns(
 def agents_of(sessions: Sequence[Chat], agents: int, seconds: float, ramp_s: float, seed: int) -> list[Chat]:
     """Return each agent's first session, linked by `then` to the later ones.
 
-    An agent begins at a random turn of its first session, after which all pauses together last `seconds` or longer, or
-    without such a turn at the first. Agents begin evenly within `ramp_s`. Raises BadParameter for more agents than
-    sessions.
+    An agent begins at a random turn after which its first session's pauses add up to `seconds` or more, or else at the
+    first turn. Agents begin evenly within `ramp_s`. Raises BadParameter for more agents than sessions.
     """
     if agents > len(sessions):
         raise typer.BadParameter(

@@ -28,7 +28,7 @@ from manthan.benchmarks.server import ENVIRONMENT, codec_used
 
 OUT = Path("build", "benchmarks")
 MADE_UP = "made-up"
-"""Value of --profile for a codec's profile that is made up to fit vLLM's dummy weights."""
+"""Value of --profile for a made-up profile: statistics of KV that fit vLLM's dummy weights."""
 LAST_LINES = 80
 LINE_EVERY_S = 10.0
 STOP_WAIT_S = 15.0
@@ -298,7 +298,7 @@ def merge_reports(
 ) -> dict[str, Any]:
     """Return the first report with the runs of all files. Of runs with an equal `key`, the last is kept.
 
-    alike: keys of a report. Raises BadParameter if two reports differ in a value of these, or in the text of `where`.
+    alike: keys of a report. Raises BadParameter if two reports differ in the value of such a key, or in `where`.
     """
     reports = [read_report(file, benchmark) for file in files]
     first = reports[0]

@@ -28,8 +28,8 @@ def capacity(
     arms: Annotated[
         str,
         typer.Option(
-            help="Some of plain, offload, host, whole (cuts no blocks), device, redis, tiered; default: plain, host; "
-            "on a GPU offload and device too.",
+            help="Some of plain, offload, host, whole (host that shortens no block), device, redis, tiered; default: "
+            "plain, host; on a GPU offload and device too.",
         ),
     ] = "",
     budgets: Annotated[str, typer.Option(help="Sizes of all memory for KV, such as 64MiB,128MiB.")] = "",

@@ -20,7 +20,7 @@ from manthan.codec.registry import codec_names, needs_profile
 
 PLAIN, OFFLOAD = "plain", "offload"
 WHOLE = "whole"
-"""Arm like `host` whose full store drops whole blocks. `host` first cuts off refinements, the end of a block."""
+"""Arm like `host`, but a full store drops whole blocks. `host` first cuts off refinements: ends that add exactness."""
 OURS = ("host", WHOLE, "device", "redis", "tiered")
 ARMS = (PLAIN, OFFLOAD, *OURS)
 ON_GPU_ONLY = (OFFLOAD, "device")
@@ -31,7 +31,7 @@ TIERED_FRONT = 5
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes for an arm's KV. budget: pool and store together. pool_blocks, pool_nbytes: size of vLLM's KV pool.
+    """Bytes for an arm's KV. budget: pool and store together. pool_blocks, pool_nbytes: blocks, bytes of the KV pool.
 
     store_nbytes: room for compressed blocks or an offload, outside the pool.
     """
@@ -44,10 +44,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class CapacityArm:
-    """System to measure. kind: its name without the codec. codec: empty without Manthan. eager: see Served.flags.
+    """System to measure. kind: name without the codec. codec: empty without Manthan. flags: more flags of `vllm serve`.
 
-    longest: most tokens of a prompt with its answer. manthan: Manthan's configuration; None without Manthan. flags:
-    further arguments of `vllm serve`.
+    longest: most tokens of a prompt with its answer. manthan: configuration, or None. eager: see Served.flags.
     """
 
     kind: str
@@ -64,7 +63,7 @@ class CapacityArm:
         return f"{self.kind} {self.codec}".strip()
 
     def server(self, served: Served, out: Path, benchmark: str = "capacity") -> VllmServer:
-        """Return the server, not started yet. Folder `out` gets Manthan's configuration now, and the server's log."""
+        """Return the server, not started yet. Folder `out` gets Manthan's configuration, if any, and the log."""
         stem = f"{benchmark}-{self.name.replace(' ', '-')}-{ByteSize(self.memory.budget).human_readable()}"
         flags = [*served.flags(self.memory.pool_blocks, self.longest, eager=self.eager), *self.flags]
         if self.manthan is not None:

@@ -1,8 +1,7 @@
 """Results of the capacity benchmark, as tables and as a plot; several reports can be merged.
 
 An arm is a measured system, such as plain vLLM. A run is an arm with a budget of memory. The `levels` of a run are
-rounds with more and more sessions: all sessions come, then each returns. On return, at most 5% of a kept session's
-full blocks are computed again.
+rounds with more and more sessions: all come, then each returns. Of a kept session, at most 5% is computed again.
 """
 
 import math
@@ -31,7 +30,7 @@ GREYS = ("#6b7580", "#a3acb5")
 class Found:
     """Results of a run. budget: 0 for a server started by the user. split: bytes of the pool, and outside the pool.
 
-    came, kept: numbers of sessions in the round with most kept. nbytes: of a kept session, compressed or bf16. kept_ms,
+    came, kept: numbers of sessions in the round that kept most. nbytes: of a kept session, compressed or bf16. kept_ms,
     recomputed_ms: times to first token of kept sessions' returns, and of returns that found at most RECOMPUTED_SHARE of
     their tokens. right: number of right answers, of `asked` checked answers. failures: number of blocks that could not
     be stored or restored while sessions returned. divergence: upper bound of the mean KL divergence in nats for kept
@@ -53,7 +52,7 @@ class Found:
 
     @classmethod
     def of(cls, run: dict[str, Any]) -> "Found":
-        """Return the results of a run: returns and failures of all rounds, the rest from the round with most kept."""
+        """Return the results of a run: returns and failures of all rounds, the rest from the round that kept most."""
         best = max(run["levels"], key=lambda level: level["kept"])
         returns = [found for level in run["levels"] for found in level["returns"]]
         answered = [found["is_right"] for found in returns if found["is_right"] is not None]

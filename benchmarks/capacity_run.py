@@ -1,8 +1,7 @@
 """Run of the capacity benchmark: servers in turn, sessions that come and return, a report.
 
 An arm is a system to measure, such as plain vLLM. A level is a round: a number of sessions come, then each returns.
-Manthan's store has compressed blocks of idle sessions, and they are decoded on return. `options` has the command's
-arguments; see capacity.py.
+Manthan compresses idle sessions' blocks into a store, and decodes them on return. `options`: see capacity.py.
 """
 
 import math
@@ -58,7 +57,7 @@ PAGE = 500
 class Return:
     """Return of a session. session: its index. kept: True if KEPT_SHARE or more of its full blocks were not computed.
 
-    was_right, is_right: True if the first answer, and the answer on return, were right; None if not checked.
+    was_right: True if the first answer was right. is_right: the same for the answer on return. None if not checked.
     """
 
     session: int
@@ -83,7 +82,7 @@ class Asker:
     def level(self, first: int, count: int) -> dict[str, Any]:
         """Return the results of a round of `count` sessions, from index `first` on.
 
-        The sessions come in turn, each after the server has settled. Then they return, newest first.
+        The sessions come one by one, each after the server has settled. Then they return, newest first.
         """
         self.bar.begin(f"{count} sessions come and return", 2 * count)
         indices = range(first, first + count)

@@ -1,8 +1,8 @@
 """Speed of the CUDA kernels on a paged KV cache, compared with a device copy; run by `codec.py --backend cuda`.
 
 The bf16 caches have Qwen3-8B's shape, 36 layers of 8 KV heads of 128, and SmolLM2's, 30 layers of 3 KV heads of 64, in
-KV blocks of 16 tokens. KV blocks in random order are encoded to separate offsets, verified, and decoded back. Each
-sample is LAUNCHES calls between two CUDA events.
+KV blocks of 16 tokens. KV blocks in random order are encoded to separate offsets, verified by checksum, and decoded.
+Each sample is LAUNCHES calls between two CUDA events.
 
 Calibrated codecs need a profile (statistics of a model's KV). They get a made-up profile, which the numbers fit. They
 multiply by matrices, so their time depends on heads * head_dim.

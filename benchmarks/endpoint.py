@@ -37,7 +37,7 @@ class Reply:
     ttft_s: seconds from sending the request to the first piece of the answer. seconds: from sending to the answer's
     end. reports_cached: True if the server reports cached tokens. generated_tokens: number of the answer's tokens; if
     the client left early, of received pieces. token_ids: of the answer, if requested (`return_token_ids`). gaps_s:
-    between successive pieces. timing: milliseconds by name, from a server with --enable-per-request-metrics.
+    seconds between pieces. timing: milliseconds by name, from a server with --enable-per-request-metrics.
     """
 
     text: str

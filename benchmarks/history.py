@@ -38,7 +38,7 @@ TOKENS = 2000
 TIMEOUT_S = 300.0
 
 Figure: TypeAlias = tuple[str, dict[str, Any]]
-"""Name, and a dict of unit, median, least, most and number of repeats."""
+"""Name, and a dict with the keys unit, median, least, most and repeats."""
 
 
 def figure(name: str, unit: str, values: Iterable[float], repeats: int = 0) -> Figure:

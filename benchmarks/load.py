@@ -1,8 +1,8 @@
 """Compare users' waits for the first token in vLLM, offloads and Manthan, with more chats than the KV pool holds.
 
 An arm is one of these systems, run as `vllm serve`. Or one running server is measured. All arms but `wide` have equal
-KV pools, and all stores of KV outside are equally large. All arms get the same chats, many at a time: a user thinks
-after an answer, and continues. Or a trace's requests are sent at the trace's times. The client measures the waits.
+KV pools. All stores of KV outside the pool are equally large. All arms get the same chats, many at a time: a user
+thinks after an answer, and continues. Or a trace's requests are sent at its times. The client measures the waits.
 
     manthan bench load [--arms plain,offload,host] [--codecs wht-5x,k3v3] [--chats 64] [--tokens 8192] [--out FOLDER]
     manthan bench load --trace FILE --shrink 16 --speed 4
@@ -33,7 +33,7 @@ from manthan.manager.config.resolve import ConfigError, resolve_config
 
 ModelFolder = Annotated[Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")]
 ModelShape = Annotated[str, typer.Option(help=f"Made-up model on a GPU without --model: {', '.join(PUBLIC)}.")]
-ModelProfile = Annotated[Path | None, typer.Option(help="Model's profile, for codecs that need one, or `made-up`.")]
+ModelProfile = Annotated[Path | None, typer.Option(help="Statistics of KV (profile) for klt codecs, or `made-up`.")]
 BlockTokens = Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32, on a GPU 16.")]
 
 
@@ -49,8 +49,8 @@ def load(
     arms: Annotated[
         str,
         typer.Option(
-            help="Some of plain, plain-ordered, wide, offload, lmcache, host-arrival, host, whole (cuts no blocks), "
-            "device, disk, redis, tiered; default: plain, wide, host; on a GPU plain, offload, host.",
+            help="Some of plain, plain-ordered, wide, offload, lmcache, host-arrival, host, whole (host that shortens "
+            "no block), device, disk, redis, tiered; default: plain, wide, host; on a GPU plain, offload, host.",
         ),
     ] = "",
     codecs: Annotated[str, typer.Option(help="Codecs of Manthan's arms, with commas between.")] = DEFAULT,

@@ -1,7 +1,7 @@
-"""Arms of the load benchmark: systems to measure, such as plain vLLM, with equal KV pools and equal other stores.
+"""Arms of the load benchmark: systems to measure, such as plain vLLM. All but `wide` have equal KV pools.
 
-The arm `wide` has no store and a pool as large as both. `plain-ordered` is plain vLLM that serves later turns first.
-`host-arrival` is the arm `host` without Manthan's own order of waiting requests.
+All stores of KV outside the pool are equally large. `wide` has no store, but a pool as large as both. `plain-ordered`
+is plain vLLM that serves later turns first. `host-arrival` is `host` that serves requests in the order of arrival.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ LOG_FORMAT = "%(levelname)s %(created).3f [%(filename)s:%(lineno)d] %(message)s"
 LMCACHE_CHUNK_TOKENS = 256
 """Tokens of a chunk by LMCache's default."""
 LMCACHE_CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
-"""Module of the package lmcache with a connector for vLLM."""
+"""Module of the package lmcache that has a connector for vLLM."""
 
 
 class LMCacheServer(NamedTuple):

@@ -1,6 +1,6 @@
 """Chats of the load benchmark: when each begins, what its user says, and how long the user thinks.
 
-Made-up chats begin within a given time, and pause after each answer. Of a trace, each request is a chat of one turn, at
+Made-up chats begin within a given time, and pause after each answer. Each request of a trace is a chat of one turn, at
 the request's time. Chats depend on the settings alone, so that each measured system gets the same.
 """
 
@@ -49,8 +49,7 @@ class Turn:
 class Chat:
     """Conversation. name: session id for the server; empty for none. first: number of the first turn.
 
-    starts_s: seconds from the start of the load, for a user's first chat. then: chat that the same user begins at the
-    end of this one.
+    starts_s: seconds from the load's start, for a user's first chat. then: chat that the user begins after this one.
     """
 
     name: str
@@ -91,7 +90,7 @@ class Writer(Protocol):
 
 
 def writer(served: Served | None, vocabulary: int, seed: int) -> Writer:
-    """Return a writer of tables and questions on them if the model has weights and a tokenizer, else of random ids."""
+    """Return a writer of checkable questions if the model has weights and a tokenizer, else of random token ids."""
     if served is None or served.made_up or not (served.folder / "tokenizer.json").exists():
         return lambda chat, turn, tokens: Said(random_tokens(seed, 1000 * chat + turn, tokens, vocabulary))
     folder = str(served.folder)

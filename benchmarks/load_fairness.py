@@ -63,7 +63,7 @@ def three_loads(made: Made, pool_blocks: int, block_size: int, positions: int) -
 class Row:
     """Times of an arm in a load, and plain vLLM's, in ms by quantile over all repeats. what: FIRST or BETWEEN.
 
-    spread: by quantile, least and most of the ratios in single repeats. is_ordered: True if the arm reorders requests.
+    spread: by quantile, least and most ratio to plain vLLM in a repeat. is_ordered: True if the arm reorders requests.
     """
 
     load: str
@@ -91,7 +91,7 @@ class Row:
 
 
 def times(run: dict[str, Any], load: str, what: str) -> list[float]:
-    """Return milliseconds of a run's answered requests in a load. what: FIRST, or BETWEEN for gaps in the answers.
+    """Return milliseconds of a run's answered requests in a load. what: FIRST, or BETWEEN for gaps between pieces.
 
     A gap up to TOGETHER_MS does not count, because the client read both pieces at once.
     """
@@ -102,7 +102,7 @@ def times(run: dict[str, Any], load: str, what: str) -> list[float]:
 
 
 def rows(report: dict[str, Any]) -> Iterator[Row]:
-    """Yield a row for each load, kind of time and arm. A repeat counts only if plain vLLM has its seed too."""
+    """Yield a row for each load, kind of time and arm but plain vLLM. Only repeats whose seed plain vLLM has count."""
     plain = {run["seed"]: run for run in report["runs"] if run["arm"] == PLAIN}
     arms = dict.fromkeys(run["arm"] for run in report["runs"] if run["arm"] != PLAIN)
     for load in (FITS, STRANGERS, OUTGROWS):

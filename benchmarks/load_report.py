@@ -40,8 +40,8 @@ OTHERS = ("plain", "plain-ordered", "wide", "offload", "lmcache")
 class Slow:
     """Slowest tenth of an arm's returns. count: number of them. mean_ms: mean time to the first token.
 
-    parts: mean milliseconds of each measured part of the wait, by key of PARTS. found: number of returns by
-    `Wait.found`. ahead: mean of `Wait.ahead`.
+    parts: mean milliseconds of each measured part, by key of PARTS. found: counts by `Wait.found`. ahead: mean of
+    `Wait.ahead`.
     """
 
     count: int
@@ -53,11 +53,10 @@ class Slow:
 
 @dataclass(frozen=True)
 class Found:
-    """Results of an arm. turns: ms to the first token by turn, from MOST_TURNS on together. returns: all returns' ms.
+    """Results of an arm. turns: ms to the first token by turn, from MOST_TURNS on together. returns: ms likewise.
 
-    rate: generated tokens a second. not_computed: cached share of the returns' prompt tokens. checked: number of
-    checked answers, of which `right` were right. errors: number of planned requests without an answer. failures: number
-    of blocks that could not be stored or restored.
+    rate: generated tokens a second. not_computed: cached share of the returns' prompt tokens. right: number of right
+    answers among the `checked`. errors: number of unanswered requests. failures: number of blocks not stored or loaded.
     """
 
     arm: str

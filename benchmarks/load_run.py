@@ -60,12 +60,12 @@ ANSWER_TIMEOUT_S = 1800.0
 """Seconds without data from the server after which a request fails."""
 FORGET_S = 10.0
 SOON_S = 5.0
-"""Largest --idle-after for which the warm-up waits until Manthan has compressed its chat."""
+"""Largest --idle-after for which the warm-up waits until Manthan has compressed the chat."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Defaults of options. pool_chats: first prompts that fit the pool. memory: bytes outside; 0: as the pool."""
+    """Defaults of options. pool_chats: number of first prompts that fit the pool. memory: bytes; 0: as the pool."""
 
     chats: int
     tokens: int
@@ -82,10 +82,9 @@ CPU = Sizes(chats=20, tokens=512, pool_chats=8, memory=0)
 
 @dataclass(frozen=True)
 class Load:
-    """Chats to run on each server. longest: upper bound of a prompt's tokens with the answer.
+    """Chats to run on each server. longest: upper bound of the tokens of a prompt with its answer.
 
-    about: keys about the chats, for the report. parts: settings of the loads of --fairness, which run instead of
-    `chats`.
+    about: the report's keys about the chats. parts: settings of the loads of --fairness, run instead of `chats`.
     """
 
     chats: list[Chat]
@@ -155,7 +154,7 @@ def choose_arms(
     When the stack ends, it stops a Redis server started here, frees LMCache's ports, and removes a made-up profile.
 
     Args:
-        longest: upper bound of a prompt's tokens with the answer.
+        longest: upper bound of the tokens of a prompt with its answer.
         most: most requests that run at a time.
     """
     kinds, codecs = read_arms(options.arms, served.on_gpu), read_codecs(options.codecs, options.profile)
@@ -235,7 +234,7 @@ def run_arm(
 
 
 def warm_up(server: Endpoint, options: Namespace, served: Served, longest: int, is_ours: bool) -> None:
-    """Send a prompt of no load twice, then empty the caches, because a server's first requests take longer."""
+    """Send a prompt that is in no load twice, then empty the caches, because a server's first requests take longer."""
     made = Made(1, max(16, longest // 2), 1, 1, 4, 0.0, FIXED, 0.0, options.seed + 1)
     chats = made_up(made, writer(None, served.shape.vocabulary, made.seed))
     still_s = 0.0 if not is_ours or options.idle_after > SOON_S else options.idle_after + 1

@@ -32,10 +32,10 @@ class Asked:
     """Sent request. chat: index of the user. session: name of the chat, or empty. turn: number in the chat, from 1 on.
 
     sent_s: seconds from the start of the load. ttft_s: seconds from sending to the first token. seconds: from sending
-    to the answer's end. known_tokens: prompt tokens that earlier requests or their answers had. queue_ms: the server's
-    time until it scheduled the request, any fetch of KV from outside the pool included. first_ms: the server's time
-    from then to the first token. gaps_ms: between pieces of the answer, at the client. right: None if not checked.
-    error: empty for an answered request.
+    to the answer's end. known_tokens: number of prompt tokens that earlier prompts or answers had. queue_ms: the
+    server's time until it scheduled the request, any fetch of KV from outside the pool included. first_ms: the server's
+    time from then to the first token. gaps_ms: times between pieces of the answer, at the client. right: None if not
+    checked. error: empty for an answered request.
     """
 
     chat: int
@@ -57,9 +57,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Talk:
-    """Record of a load. began: Unix time, as in a server's log. planned: number of turns, without those of `then`.
+    """Record of a load. began: Unix time, as in a server's log. planned: number of turns, but for those of `then`.
 
-    samples: values of WATCHED, every SAMPLE_S. counters: increase of the metrics COUNTED over the load.
+    samples: metrics WATCHED, each SAMPLE_S seconds. counters: increase of the metrics COUNTED over the load.
     """
 
     began: float

@@ -1,6 +1,6 @@
 """Parts of each request's wait for the first token, from the server's times and Manthan's log lines.
 
-A session goes cold when all its blocks are compressed in Manthan's store. A restore loads them into vLLM's pool.
+A session goes cold when all its full blocks are in Manthan's store. A restore loads them into vLLM's pool.
 """
 
 import re
@@ -41,7 +41,7 @@ class Wait:
     token. rest: the API server, HTTP and the client. A part not measured is None.
 
     found: kind of hit, a constant above. restored_tokens: tokens restored for this request. missed_tokens: tokens of
-    known full blocks that were computed again. ahead: computed tokens of other prompts whose waits overlap
+    full blocks of earlier requests, computed again. ahead: computed tokens of all other prompts whose waits overlap
     this wait. evicted: number of sessions gone cold during the wait.
     """
 
@@ -116,7 +116,7 @@ def _wait(one: Asked, left_s: float, lines: Lines, block_size: int, is_ours: boo
 
 
 def _after(one: Asked, restores: Sequence[Cold]) -> float:
-    """Return milliseconds from the last restore's end until vLLM scheduled the request; 0 if not measured."""
+    """Return milliseconds from the last restore's end until vLLM scheduled the request; 0 if none or unknown."""
     if not restores or one.first_ms is None or one.queue_ms is None:
         return 0.0
     scheduled_s = one.sent_s + one.ttft_s - one.first_ms / 1e3

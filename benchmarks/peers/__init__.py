@@ -38,7 +38,7 @@ def halves(x: Floats) -> Codes:
 
 @dataclass(frozen=True)
 class Peer:
-    """Preset for `manthan.codec.registry`.
+    """Preset (codec with its settings) for `manthan.codec.registry`.
 
     Args:
         name: codec's name.

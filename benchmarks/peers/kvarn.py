@@ -5,7 +5,7 @@ A tile has one head's keys or values of a block, [tokens, head_dim], 128 tokens 
 rotates each token's vector. Scales of channels and of tokens are found alternately, so that the tile divided by both
 has about the same root mean square in each channel and each token. A line is a channel of keys or a token of values; a
 column is a token of keys or a channel of values. Columns are divided by the scales. Each line is then quantized to
-whole numbers of 4 bits (keys) or 2 bits (values), by a start and a step. These make a line's scale needless.
+whole numbers of 4 bits (keys) or 2 bits (values), by a start and a step. Start and step make a line's scale needless.
 
     | scales of the columns, fp16 | starts of the lines, fp16 | steps of the lines, fp16 | whole numbers |
 """
