@@ -1,7 +1,7 @@
 """Results of the capacity benchmark, as tables and as a plot; several reports can be merged.
 
 An arm is a measured system, such as plain vLLM. A run is an arm with a budget of memory. The `levels` of a run are
-rounds with more and more sessions: all come, then each returns. Of a kept session, at most 5% is computed again.
+rounds with more and more sessions: all come, then each returns. On return, at most 5% of a kept session is computed.
 """
 
 import math

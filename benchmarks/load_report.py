@@ -40,8 +40,8 @@ OTHERS = ("plain", "plain-ordered", "wide", "offload", "lmcache")
 class Slow:
     """Slowest tenth of an arm's returns. count: number of them. mean_ms: mean time to the first token.
 
-    parts: mean milliseconds of each measured part, by key of PARTS. found: counts by `Wait.found`. ahead: mean of
-    `Wait.ahead`.
+    parts: mean milliseconds of each measured part, by key of PARTS. found: number of returns by `Wait.found`.
+    ahead: mean of `Wait.ahead`.
     """
 
     count: int
@@ -53,10 +53,10 @@ class Slow:
 
 @dataclass(frozen=True)
 class Found:
-    """Results of an arm. turns: ms to the first token by turn, from MOST_TURNS on together. returns: ms likewise.
+    """Results of an arm. turns: ms to the first token by turn, from MOST_TURNS on together. returns: of all returns.
 
     rate: generated tokens a second. not_computed: cached share of the returns' prompt tokens. right: number of right
-    answers among the `checked`. errors: number of unanswered requests. failures: number of blocks not stored or loaded.
+    answers among the `checked`. errors: number of unanswered requests. failures: number of failed block transfers.
     """
 
     arm: str

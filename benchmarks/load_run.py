@@ -65,7 +65,7 @@ SOON_S = 5.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """Defaults of options. pool_chats: number of first prompts that fit the pool. memory: bytes; 0: as the pool."""
+    """Defaults of options. pool_chats: first prompts that fit the pool. memory: bytes outside it; 0: as the pool."""
 
     chats: int
     tokens: int

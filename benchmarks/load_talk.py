@@ -57,7 +57,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Talk:
-    """Record of a load. began: Unix time, as in a server's log. planned: number of turns, but for those of `then`.
+    """Record of a load. began: Unix time, as in a server's log. planned: number of turns without those of `then`.
 
     samples: metrics WATCHED, each SAMPLE_S seconds. counters: increase of the metrics COUNTED over the load.
     """
