@@ -116,7 +116,7 @@ def _wait(one: Asked, left_s: float, lines: Lines, block_size: int, is_ours: boo
 
 
 def _after(one: Asked, restores: Sequence[Cold]) -> float:
-    """Return milliseconds from the last restore's end until vLLM scheduled the request; 0 without a restore or timing."""
+    """Return ms from the last restore's end until vLLM scheduled the request; 0 without a restore or timing."""
     if not restores or one.first_ms is None or one.queue_ms is None:
         return 0.0
     scheduled_s = one.sent_s + one.ttft_s - one.first_ms / 1e3
