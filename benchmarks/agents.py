@@ -1,9 +1,9 @@
 """Number of concurrent agents that a server can serve, with plain vLLM, vLLM's offload and Manthan.
 
-An arm is one of these systems. Each arm is measured as `vllm serve`, in turn, with the same KV pool and the same bytes
-outside the pool. An agent goes through sessions of a trace. After each answer it pauses like the trace between two
-requests. Beyond a number of agents, called the cliff, their sessions outgrow the arm's memory. Whole prompts are then
-computed again, and waits for the first token get long.
+An arm is one of these systems, run as `vllm serve`. All arms but `wide` have equal KV pools. All stores of KV outside
+the pool are equally large. An agent goes through sessions of a trace. After each answer it pauses as long as the trace
+between two requests, divided by --faster. Beyond a number of agents, called the cliff, their sessions outgrow the arm's
+memory. Whole prompts are then computed again, and waits for the first token get long.
 
     manthan bench agents TRACE [--agents 16,32,48] [--arms plain,offload,host] [--codecs wht-5x] [--out FOLDER]
     manthan bench agents made-up
@@ -48,7 +48,7 @@ def agents(
     half: Annotated[Half, typer.Option(help="Sessions of the trace that take part.")] = Half.all,
     seconds: Annotated[float, typer.Option(min=0, help="Length of each measurement; 0: 30, on a GPU 150.")] = 0,
     ramp: Annotated[
-        float, typer.Option(min=0, help="First part of --seconds, not measured: all agents begin in it; 0: a third.")
+        float, typer.Option(min=0, help="First seconds, in which all agents begin and no return counts; 0: a third.")
     ] = 0,
     bound: Annotated[float, typer.Option(min=0, help="The cliff begins where p90 is above these seconds.")] = 2.0,
     pool: Annotated[str, typer.Option(help="KV pool, such as 24GiB; default: 36MiB, on a GPU 24GiB.")] = "",

@@ -1,7 +1,7 @@
 """Results of the agents' benchmark: a table, each arm's cliff, and a plot.
 
 An arm is a measured system, such as plain vLLM. A return is a request that continues a session. An arm's cliff is the
-most agents with which the p90 of returns' times to the first token is within a bound.
+most agents up to which the p90 of returns' times to the first token is within a bound.
 """
 
 import math
@@ -28,7 +28,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Point:
-    """Results of an arm with a number of agents. Returns are those sent after all agents have begun.
+    """Results of an arm with a number of agents. Only returns sent after all agents have begun count.
 
     Args:
         returns: number of answered requests that continued a session.
@@ -58,7 +58,7 @@ class Point:
 
 
 def points_of(report: dict[str, Any]) -> list[Point]:
-    """Return a point for each arm and number of agents, the fewest agents first. Repeats are joined."""
+    """Return a point for each arm and number of agents with returns, the fewest agents first. Repeats are joined."""
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for run in report["runs"]:
         for agents, point in run["points"].items():
@@ -70,7 +70,7 @@ def points_of(report: dict[str, Any]) -> list[Point]:
 def divergence(counters: Sequence[dict[str, float]]) -> float:
     """Return the mean KL divergence in nats for restored blocks, by repeats' metrics; NaN if no block has a level.
 
-    A calibrated codec's block has a level, the number of its refinements kept. LEVELS has its divergence.
+    A calibrated codec's block has a level, the number of refinements left. LEVELS has each level's divergence.
     """
     counts = [
         sum(each.get(f"manthan_restored_levels_total{{{n}}}", 0) for each in counters) for n in range(len(LEVELS))

@@ -47,7 +47,7 @@ RAMP_SHARE = 1 / 3
 
 
 class Plan(NamedTuple):
-    """Each agent's first session by number of agents. All agents begin in the first ramp_s of a run's seconds."""
+    """Each agent's first session, by number of agents. All agents begin in the first ramp_s of `seconds`."""
 
     agents: dict[int, list[Chat]]
     seconds: float
@@ -66,7 +66,7 @@ def read_counts(text: str) -> list[int]:
 
 
 def run(options: Namespace, arguments: dict[str, Any]) -> None:
-    """Do the whole command. Raises Exit, with status 1 if an arm failed."""
+    """Do the whole command. Raises Exit, with status 1 if an arm failed or the run was stopped, else with 0."""
     console = make_console()
     leave_on_signals()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -128,7 +128,7 @@ def _names(requests: Sequence[TracedRequest]) -> Iterator[str]:
     """Yield the name of each request's session.
 
     A request without a name in the trace belongs to the session whose prompt it continues, or else to a new session. A
-    prompt of one full block is not continued, because the block may be a common system prompt.
+    nameless prompt of one full block counts as not continued, because the block may be a common system prompt.
     """
     ends: dict[bytes, str] = {}
     for number, request in enumerate(requests):
@@ -161,8 +161,8 @@ def _turns(
 def agents_of(sessions: Sequence[Chat], agents: int, seconds: float, ramp_s: float, seed: int) -> list[Chat]:
     """Return each agent's first session, linked by `then` to the later ones.
 
-    An agent begins at a random turn of its first session, of those after which the pauses last `seconds` or longer; or
-    else at the first. Agents begin evenly within `ramp_s`. Raises BadParameter for more agents than sessions.
+    An agent begins at a random turn after which its first session's pauses add up to `seconds` or more, or else at the
+    first turn. Agents begin evenly within `ramp_s`. Raises BadParameter for more agents than sessions.
     """
     if agents > len(sessions):
         raise typer.BadParameter(
@@ -197,7 +197,7 @@ def as_weka(chat: Chat, model: str) -> dict[str, Any]:
 
 
 def _known(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """Return turns with `known`: the number of prompt tokens in blocks of earlier turns. The first has no pause."""
+    """Return turns with `known`: the number of prompt tokens in blocks of earlier `turns`. The first has no pause."""
     seen, found = set[int](), list[Turn]()
     for turn in turns:
         prompt = turn.said.tokens

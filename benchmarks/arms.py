@@ -28,7 +28,7 @@ from manthan.benchmarks.server import ENVIRONMENT, codec_used
 
 OUT = Path("build", "benchmarks")
 MADE_UP = "made-up"
-"""Value of --profile for a codec's profile that is made up to fit vLLM's dummy weights."""
+"""Value of --profile for a made-up profile: statistics of KV that fit vLLM's dummy weights."""
 LAST_LINES = 80
 LINE_EVERY_S = 10.0
 STOP_WAIT_S = 15.0
@@ -44,7 +44,7 @@ class ArmError(RuntimeError):
 
 @dataclass(frozen=True)
 class Arm:
-    """Engine, the name of a measurement that its script knows, and the measurement's keyword arguments."""
+    """Engine, the name of a measurement in the benchmark's script, and the measurement's keyword arguments."""
 
     name: str
     measurement: str
@@ -54,7 +54,7 @@ class Arm:
 
 
 def chosen_profile(given: Path | None, model: Path, stack: contextlib.ExitStack) -> Path | None:
-    """Return the file of `--profile`. For MADE_UP, make a profile for the model's shape in a folder of the stack."""
+    """Return the file of `--profile`, if any. For MADE_UP, make one for the model, in a folder that `stack` removes."""
     if given is None or str(given) != MADE_UP:
         return given
     from manthan.benchmarks.made_up import of_model  # needs torch
@@ -103,7 +103,7 @@ def _process(command: list[str], log: Path, env: dict[str, str]) -> Iterator[sub
 
 
 def _watch(process: subprocess.Popen[bytes], report: Path, step: Callable[[str], None], timeout_s: float) -> None:
-    """Call `step` for each step in the report, until a result or error is there, the process ends, or time is up."""
+    """Call `step` for each reported step, until a result, an error or the process's end. Report an error at timeout."""
     deadline, read = time.monotonic() + timeout_s, 0
     while time.monotonic() < deadline:
         alive = process.poll() is None
@@ -257,8 +257,8 @@ def run_jobs(
 ) -> dict[str, Any]:
     """Run each job in turn and return the report. It is written after each job, so that results outlive a broken run.
 
-    Ctrl-C or SIGTERM ends the run; the report then has the finished jobs. If there is none, the exception is raised.
-    A job measures an arm and returns an entry of the report's `runs`. about: further keys of the report.
+    Ctrl-C or SIGTERM ends the run; the report then has the finished jobs. Without a finished job, the exception is
+    raised. A job measures an arm and returns an entry of the report's `runs`. about: further keys of the report.
     """
     runs: list[dict[str, Any]] = []
     errors: dict[str, str] = {}
@@ -298,7 +298,7 @@ def merge_reports(
 ) -> dict[str, Any]:
     """Return the first report with the runs of all files. Of runs with an equal `key`, the last is kept.
 
-    alike: keys whose values must be equal in all reports, as the machines must. Raises BadParameter if they differ.
+    alike: keys of a report. Raises BadParameter if two reports differ in the value of such a key, or in `where`.
     """
     reports = [read_report(file, benchmark) for file in files]
     first = reports[0]

@@ -1,10 +1,10 @@
 """Number of sessions whose KV is kept in a budget of memory, with plain vLLM, vLLM's offload, and Manthan.
 
-An arm is one of these systems, measured as `vllm serve`; or one running server is measured. Sessions come to the server
-in turn, then each returns, newest first, with the same full blocks. A session is kept if at most 5% of these are
+An arm is one of these systems, run as `vllm serve`. Or one running server is measured. Sessions come to the server one
+by one, then each returns, newest first, with the same full blocks. A session is kept if at most 5% of these blocks are
 computed again. Rounds have more and more sessions, until clearly more come than are kept. The budget is all the memory
-for KV. Plain vLLM's KV pool has all of the budget. The other arms' pool has a tenth; compressed blocks or offload have
-the rest.
+for KV. Plain vLLM's KV pool has all of the budget. The other arms' pool has a tenth, or room for 1.3 sessions if that
+is more; compressed blocks or offload have the rest.
 
     manthan bench capacity [--arms plain,host] [--budgets 64MiB,128MiB] [--codecs wht-5x,k3v3] [--out FOLDER]
     manthan bench capacity --base-url http://HOST:PORT --tokens 4000
@@ -28,14 +28,14 @@ def capacity(
     arms: Annotated[
         str,
         typer.Option(
-            help="Of plain, offload, host, whole (host without cuts), device, redis, tiered; default: plain, host, on "
-            "a GPU offload and device too.",
+            help="Some of plain, offload, host, whole (host that shortens no block), device, redis, tiered; default: "
+            "plain, host; on a GPU offload and device too.",
         ),
     ] = "",
-    budgets: Annotated[str, typer.Option(help="Sizes with commas between, such as 64MiB,128MiB.")] = "",
+    budgets: Annotated[str, typer.Option(help="Sizes of all memory for KV, such as 64MiB,128MiB.")] = "",
     codecs: Annotated[str, typer.Option(help="Codecs of Manthan's arms, with commas between.")] = DEFAULT,
     profile: Annotated[
-        Path | None, typer.Option(help="Profile of the model, for codecs that need one, or `made-up`; no guard then.")
+        Path | None, typer.Option(help="Model's profile, for codecs that need one, or `made-up`; turns the guard off.")
     ] = None,
     tokens: Annotated[int, typer.Option(help="Length of a session's prompt; 0: 2000, on a GPU 8192.")] = 0,
     model: Annotated[

@@ -20,20 +20,20 @@ from manthan.codec.registry import codec_names, needs_profile
 
 PLAIN, OFFLOAD = "plain", "offload"
 WHOLE = "whole"
-"""Like host, but a full tier drops whole blocks. Host first cuts off refinements, which make a block more exact."""
+"""Arm like `host`, but a full store drops whole blocks. `host` first cuts off refinements: ends that add exactness."""
 OURS = ("host", WHOLE, "device", "redis", "tiered")
 ARMS = (PLAIN, OFFLOAD, *OURS)
 ON_GPU_ONLY = (OFFLOAD, "device")
 IN_REDIS = ("redis", "tiered")
 TIERED_FRONT = 5
-"""The arm tiered has 1 / TIERED_FRONT of its store in RAM, and the rest in Redis."""
+"""The arm `tiered` has 1 / TIERED_FRONT of its store in RAM, and the rest in Redis."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes for an arm's KV. budget: pool and store together. pool_blocks, pool_nbytes: size of vLLM's KV pool.
+    """Bytes for an arm's KV. budget: pool and store together. pool_blocks, pool_nbytes: blocks, bytes of the KV pool.
 
-    store_nbytes: room for compressed blocks or vLLM's offload, outside the pool.
+    store_nbytes: room for compressed blocks or an offload, outside the pool.
     """
 
     budget: int
@@ -44,9 +44,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class CapacityArm:
-    """System to measure. kind: one of ARMS. codec: empty without Manthan. flags: further arguments of `vllm serve`.
+    """System to measure. kind: name without the codec. codec: empty without Manthan. flags: more flags of `vllm serve`.
 
-    longest: most tokens of a prompt with its answer. manthan: its configuration, or None. eager: see Served.flags.
+    longest: most tokens of a prompt with its answer. manthan: configuration, or None. eager: see Served.flags.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class CapacityArm:
         return f"{self.kind} {self.codec}".strip()
 
     def server(self, served: Served, out: Path, benchmark: str = "capacity") -> VllmServer:
-        """Return the server, not started yet. Write its configuration into folder `out`, which gets its log too."""
+        """Return the server, not started yet. Folder `out` gets Manthan's configuration, if any, and the log."""
         stem = f"{benchmark}-{self.name.replace(' ', '-')}-{ByteSize(self.memory.budget).human_readable()}"
         flags = [*served.flags(self.memory.pool_blocks, self.longest, eager=self.eager), *self.flags]
         if self.manthan is not None:
@@ -79,8 +79,8 @@ class CapacityArm:
 def split(budget: int, served: Served, tokens: int, *, small_pool: bool) -> Memory:
     """Return the split of a budget for sessions of `tokens` tokens. vLLM's null block is part of the pool.
 
-    The pool is all of the budget. With `small_pool` its share is HOT_POOL_SHARE, or more to have room for POOL_SESSIONS
-    sessions. Raises BadParameter for a budget of less than twice that room.
+    The pool has all of the budget; with `small_pool` HOT_POOL_SHARE of it, or room for POOL_SESSIONS sessions if that
+    is more. Raises BadParameter for a budget of less than twice that room.
     """
     blocks = budget // served.block_nbytes
     least = math.ceil(POOL_SESSIONS * tokens / served.block_size)
@@ -162,7 +162,7 @@ def read_budgets(text: str) -> list[int]:
 
 
 def read_kinds(text: str, on_gpu: bool) -> list[str]:
-    """Return names of arms in the order of ARMS. Raises BadParameter for an unknown arm, or one that needs a GPU."""
+    """Return names in the order of ARMS. Raises BadParameter for an unknown arm, or one that needs a missing GPU."""
     wanted = {part.strip() for part in text.split(",")} if text else {PLAIN, "host", *(ON_GPU_ONLY if on_gpu else ())}
     refuse_unknown("--arms", wanted, ARMS)
     if not on_gpu and wanted & {*ON_GPU_ONLY}:

@@ -1,7 +1,7 @@
 """Results of the capacity benchmark, as tables and as a plot; several reports can be merged.
 
 An arm is a measured system, such as plain vLLM. A run is an arm with a budget of memory. The `levels` of a run are
-rounds with more and more sessions: all sessions come, then each returns. Kept sessions return without recompute.
+rounds with more and more sessions: all come, then each returns. On return, at most 5% of a kept session is computed.
 """
 
 import math
@@ -30,10 +30,11 @@ GREYS = ("#6b7580", "#a3acb5")
 class Found:
     """Results of a run. budget: 0 for a server started by the user. split: bytes of the pool, and outside the pool.
 
-    came, kept: numbers of sessions in the round with most kept. nbytes: of a kept session, compressed or bf16. kept_ms,
-    recomputed_ms: times to first token of kept returns, and of returns with at most RECOMPUTED_SHARE found. right:
-    number of right answers, of the `asked` checked ones. failures: number of blocks not stored or not restored.
-    divergence: upper bound of the mean KL divergence in nats for kept sessions' blocks outside the pool, or NaN.
+    came, kept: numbers of sessions in the round that kept most. nbytes: of a kept session, compressed or bf16. kept_ms,
+    recomputed_ms: times to first token of kept sessions' returns, and of returns that found at most RECOMPUTED_SHARE of
+    their tokens. right: number of right answers, of `asked` checked answers. failures: number of blocks that could not
+    be stored or restored while sessions returned. divergence: upper bound of the mean KL divergence in nats for kept
+    sessions' blocks outside the pool, or NaN.
     """
 
     arm: str
@@ -51,7 +52,7 @@ class Found:
 
     @classmethod
     def of(cls, run: dict[str, Any]) -> "Found":
-        """Return the results of a run: returns and failures of all rounds, the rest of the round with most kept."""
+        """Return the results of a run: returns and failures of all rounds, the rest from the round that kept most."""
         best = max(run["levels"], key=lambda level: level["kept"])
         returns = [found for level in run["levels"] for found in level["returns"]]
         answered = [found["is_right"] for found in returns if found["is_right"] is not None]
@@ -73,7 +74,7 @@ class Found:
 
 
 def _session_nbytes(run: dict[str, Any], level: dict[str, Any]) -> float:
-    """Return compressed bytes of a kept session by Manthan's metrics, or else bf16 bytes of its full blocks."""
+    """Return a kept session's bytes: in Manthan's store, or else of its full blocks as bf16; NaN if unknown."""
     if level["cold_bytes"]:
         return float(level["cold_bytes"] / max(1, level["kept"]))
     if not run["budget"]:
@@ -153,9 +154,7 @@ def where_table(report: dict[str, Any]) -> Table:
     sessions as that KV is enough for: before any session returned, and after each returned once.
     """
     table = Table(title="Where KV is, MiB of bf16 (sessions)", box=SIMPLE, pad_edge=False, collapse_padding=True)
-    table.caption = (
-        "An arm's first line is of the table above; its others are of a further round, with as many sessions "
-    )
+    table.caption = "An arm's first line is its last round; the others are of a further round, with as many sessions "
     table.caption += "as that KV is enough for: before any returned, and after each returned once."
     for header in ("memory", "", "came", "returned"):
         table.add_column(header, justify="right" if header in ("memory", "came") else "left")
@@ -193,7 +192,7 @@ def _size(nbytes: int) -> str:
 
 
 def draw(report: dict[str, Any], found: Sequence[Found]) -> Any:
-    """Draw kept sessions by budget, or by sessions that came if no budget is known; and the returns' times."""
+    """Draw kept sessions by budget, or if no budget is known by sessions that came. Draw the returns' times too."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5), layout="constrained")
@@ -248,7 +247,7 @@ def _draw_levels(axes: Any, runs: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_latency(axes: Any, found: Sequence[Found], colors: dict[str, str]) -> None:
-    """Draw p50, p95 and p99 of each arm's kept returns in all budgets, and of plain vLLM's or the only arm's others."""
+    """Draw p50, p95 and p99 of each arm's kept returns, and of recomputed returns of plain vLLM or of the only arm."""
     rows = {arm: [ms for one in found if one.arm == arm for ms in one.kept_ms] for arm in colors}
     again = [ms for one in found if one.arm == PLAIN or len(rows) == 1 for ms in one.recomputed_ms]
     rows |= {"recomputed": again}

@@ -1,7 +1,7 @@
 """Run of the capacity benchmark: servers in turn, sessions that come and return, a report.
 
 An arm is a system to measure, such as plain vLLM. A level is a round: a number of sessions come, then each returns.
-`options` has the command's arguments; see capacity.py.
+Manthan compresses idle sessions' blocks into a store, and decodes them on return. `options`: see capacity.py.
 """
 
 import math
@@ -46,7 +46,7 @@ CPU_BUDGETS, GPU_BUDGETS = "64MiB,128MiB,256MiB", "6GiB,12GiB,24GiB"
 FULL_SHARE = 0.8
 """If at most this share of a round's sessions is kept, no larger round follows."""
 STILL_S = MANTHAN["idle"] + 1.0
-"""After these seconds without change, sessions still idle are not saved, because the tier has no room."""
+"""Seconds without change after which sessions that are still idle will stay idle, because Manthan's store is full."""
 PAGE = 500
 
 
@@ -57,7 +57,7 @@ PAGE = 500
 class Return:
     """Return of a session. session: its index. kept: True if KEPT_SHARE or more of its full blocks were not computed.
 
-    was_right, is_right: True if the first answer, and the answer on return, were right; None if not checked.
+    was_right: True if the first answer was right. is_right: the same for the answer on return. None if not checked.
     """
 
     session: int
@@ -71,7 +71,7 @@ class Return:
 
 @dataclass(frozen=True)
 class Asker:
-    """Sends sessions' prompts to a server. make: returns the session of an index. is_ours: True with Manthan."""
+    """Sends sessions' prompts to a server. make: returns the session of an index. is_ours: True for Manthan's arms."""
 
     endpoint: Endpoint
     make: Callable[[int], Session]
@@ -82,7 +82,7 @@ class Asker:
     def level(self, first: int, count: int) -> dict[str, Any]:
         """Return the results of a round of `count` sessions, from index `first` on.
 
-        The sessions come in turn, each after the server has settled. Then they return, newest first.
+        The sessions come one by one, each after the server has settled. Then they return, newest first.
         """
         self.bar.begin(f"{count} sessions come and return", 2 * count)
         indices = range(first, first + count)
@@ -102,7 +102,7 @@ class Asker:
     def twice(self, first: int, count: int) -> list[dict[str, Any]]:
         """Return where KV is when all sessions have come, and again when each has returned once.
 
-        All return after either moment, in the order of their last use, latest first, to find the kept sessions.
+        After each moment all return, in the order of their last use, latest first, to find the kept sessions.
         """
         self.bar.begin(f"{count} sessions come and return twice", 3 * count)
         indices = range(first, first + count)
@@ -136,7 +136,7 @@ class Asker:
         right = []
         for index in indices:
             right.append(self._come(index))
-            until_settled(self.endpoint, STILL_S)  # ends even if a full tier leaves sessions idle
+            until_settled(self.endpoint, STILL_S)  # ends even if a full store leaves sessions idle
         return right
 
     def _come(self, index: int) -> bool | None:
@@ -157,7 +157,7 @@ class Asker:
         return Return(index, reply.ttft_s, reply.prompt_tokens, reply.cached_tokens, kept, was_right, is_right)
 
     def _ask(self, prompt: list[int], session: Session, index: int) -> Any:
-        named = {"session_id": f"s{index}"} if self.is_ours else {}  # another server may not know the field
+        named = {"session_id": f"s{index}"} if self.is_ours else {}  # a server without Manthan may not know the field
         reply = self.endpoint.complete(prompt, max_tokens=session.max_tokens, temperature=0, ignore_eos=True, **named)
         self.bar.step()
         return reply
@@ -169,17 +169,17 @@ class Asker:
 def where_held(sessions: Sequence[dict[str, Any]], kept: set[str], full_blocks: int, block_size: int) -> dict[str, int]:
     """Return numbers of blocks by where their KV is. Resident blocks are in vLLM's pool.
 
-    The list has each session's number of resident blocks, and of tokens that its last request found decoded. The pool
+    `sessions` has each session's number of resident blocks, and of tokens that its last request found decoded. The pool
     loses a session's tail first. Decoded blocks come after computed ones, so the pool loses decoded blocks first.
 
     Args:
-        sessions: The server's list. Each session has returned once at most.
+        sessions: Sessions of `/manthan/sessions`. Each has returned once at most.
         kept: Ids of the sessions kept at their next return.
         full_blocks: Number of full blocks of a session's prompt.
 
     Returns:
-        computed: Resident, computed blocks of kept sessions. both: The computed blocks that the tier has too.
-        decoded: Resident, decoded blocks of all sessions. saved: Compressed blocks of all sessions in the tier.
+        computed: Resident, computed blocks of kept sessions. both: Those of `computed` that the store has too.
+        decoded: Resident, decoded blocks of all sessions. saved: Compressed blocks of all sessions in the store.
     """
     found = Counter(computed=0, both=0, decoded=0, saved=0)
     for session in sessions:
@@ -195,8 +195,8 @@ def where_held(sessions: Sequence[dict[str, Any]], kept: set[str], full_blocks: 
 def divergence(sessions: Sequence[dict[str, Any]], kept: set[str]) -> float | None:
     """Return the mean KL divergence in nats for kept sessions' blocks outside the pool; None without such blocks.
 
-    LEVELS has the divergence of each number of refinements that a block may have. Codecs without refinements give None.
-    All blocks of a session count like its coarsest, so the mean is an upper bound.
+    Refinements make a block more exact. LEVELS has the divergence by their number. Codecs without refinements give
+    None. All blocks of a session count like its coarsest, so the mean is an upper bound.
     """
     told = [
         (LEVELS[session["level"]].divergence, session["blocks"] - session["hot_blocks"])
@@ -212,7 +212,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return the results of rounds: of `first` sessions, then of `growth` times as many as before.
 
-    The last round keeps FULL_SHARE of its sessions or less, has `most` sessions, or ends after the deadline. Between
+    The last round keeps FULL_SHARE of its sessions or less, has `most` or more, or ends after the deadline. Between
     rounds, `forget` empties the server's caches.
     """
     levels: list[dict[str, Any]] = []
@@ -230,7 +230,7 @@ def measure(
 
 
 def run(options: Namespace, plot_only: Sequence[Path], arguments: dict[str, Any]) -> None:
-    """Do the whole command. Raises Exit, with status 1 if an arm failed."""
+    """Do the whole command. Without --plot-only raises Exit: with status 1 after a failure or a stop, else with 0."""
     console = make_console()
     if plot_only:
         return show(merged(plot_only), plot_only[0].with_suffix(".png"), console)
@@ -253,9 +253,9 @@ def run(options: Namespace, plot_only: Sequence[Path], arguments: dict[str, Any]
 
 
 def duration(runs: int, timeout_s: float) -> str:
-    """Return a sentence: the longest time of `runs` runs, each an arm with a budget.
+    """Return a sentence with an estimate of the longest time of `runs` runs, each of an arm with a budget.
 
-    After `timeout_s` a run begins no larger round, but ends the current round and does `Asker.twice`.
+    After `timeout_s` a run begins no larger round. It ends the current round, and with Manthan does `Asker.twice`.
     """
     longest = 2 * timeout_s / 60
     return (
@@ -273,7 +273,7 @@ def tokens_of(options: Namespace, served: Served) -> int:
 
 
 def choose_arms(options: Namespace, served: Served, stack: ExitStack) -> list[CapacityArm]:
-    """Return all arms with the first budget, then with the next. Raises BadParameter for an arm impossible here.
+    """Return all arms with the first budget, then with the next. Raises BadParameter if an arm cannot run here.
 
     When the stack ends, it stops a Redis server started here, and removes a made-up profile.
     """
@@ -337,7 +337,7 @@ def run_given(options: Namespace, console: Console) -> dict[str, Any]:
 
 
 def make_for(endpoint: Endpoint, options: Namespace, tokens: int) -> Callable[[int], Session]:
-    """Return a function from an index to a session: of random token ids, or lookups if the model's folder is known."""
+    """Return a function from an index to a session: of make_session, or of random ids for an unknown model folder."""
     root = options.model or Path(str(endpoint.about().get("root", "")))
     longest = endpoint.about().get("max_model_len")
     if longest and tokens + SPARE_POSITIONS > longest:

@@ -14,7 +14,7 @@ from manthan.benchmarks.scale import scale
 bench = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Measure a vLLM server: users' waits, returns, kept sessions, and the codec.",
+    help="Measure a vLLM server (users' waits, session returns, kept sessions) and the codec.",
 )
 evaluate = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Measure the cost of compression for a model's answers."

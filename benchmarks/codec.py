@@ -5,9 +5,9 @@ A vector is the key or the value of a token in a KV head of a layer.
     python benchmarks/codec.py [--codec wht-5x] [--json FILE]
     python benchmarks/codec.py --backend cuda [--json FILE]     the CUDA kernels, in G vectors/s; see codec_gpu.py
 
-Whole blocks of bf16 are encoded and decoded, of Qwen3-8B's shape: 36 layers with 8 KV heads of 128. Results are newly
-allocated. For one core the process is pinned to a core. For all cores each core has a thread, and a thread has one
-block at a time. Each figure is the median of the repeats, with the slowest and the fastest.
+Whole KV blocks of bf16 are encoded and decoded. Their shape is Qwen3-8B's: 36 layers with 8 KV heads of 128. Results
+are newly allocated. For one core the process is pinned to a core. For all cores there is a thread for each core, and a
+thread has one block at a time. Each figure is the median of the repeats, with the slowest and the fastest.
 """
 
 import json
@@ -33,7 +33,7 @@ from manthan.codec.registry import needs_profile
 
 LAYERS, HEADS, HEAD_DIM = 36, 8, 128
 BLOCKS = 8
-"""Number of blocks that each repeat encodes or decodes."""
+"""Number of times that each repeat encodes or decodes a block."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Result:
 
 
 def measure(name: str, cores: int, tokens: int, repeats: int) -> Iterator[Result]:
-    """Yield the speeds of encoding and of decoding BLOCKS blocks of random numbers, on `cores` threads.
+    """Yield the speeds of encoding and of decoding a block of random numbers BLOCKS times, on `cores` threads.
 
     A codec that needs a model's profile gets a made-up profile, and random numbers that fit it.
     """
@@ -119,7 +119,7 @@ def table(results: list[Result], title: str) -> Table:
 
 
 def on_gpu(console: Console, codec: str, repeats: int, json_file: Path | None, once: bool) -> None:
-    """Measure the CUDA kernels of one codec, of several with commas between, or of "all". once: only for a profiler."""
+    """Measure the CUDA kernels of one codec, of several with commas between, or of "all". once: for a profiler."""
     import torch
 
     from manthan.benchmarks import codec_gpu

@@ -1,11 +1,11 @@
 """Speed of the CUDA kernels on a paged KV cache, compared with a device copy; run by `codec.py --backend cuda`.
 
 The bf16 caches have Qwen3-8B's shape, 36 layers of 8 KV heads of 128, and SmolLM2's, 30 layers of 3 KV heads of 64, in
-blocks of 16 tokens. Blocks in random order are encoded to separate offsets, verified, and decoded back. Each sample is
-LAUNCHES calls between two CUDA events.
+KV blocks of 16 tokens. KV blocks in random order are encoded to separate offsets, verified by checksum, and decoded.
+Each sample is LAUNCHES calls between two CUDA events.
 
-The numbers fit a made-up profile of a model. Calibrated codecs need a profile and get this one. They multiply by
-matrices, so their time depends on heads * head_dim.
+Calibrated codecs need a profile (statistics of a model's KV). They get a made-up profile, which the numbers fit. They
+multiply by matrices, so their time depends on heads * head_dim.
 """
 
 import statistics
@@ -38,7 +38,7 @@ LAUNCHES = 10
 
 @dataclass(frozen=True)
 class GpuResult:
-    """Speed of an operation. vectors: keys and values in a call. nbytes: bytes that a call reads and writes.
+    """Speed of an operation. vectors: number of keys and values in a call. nbytes: bytes that a call reads and writes.
 
     median, slowest, fastest: G vectors/s. of_copy: the operation's bytes a second, as a share of a device copy's.
     """
@@ -79,9 +79,9 @@ def _has_kernels(codec: str) -> bool:
 
 
 class Meter:
-    """Times calls of kernels. copy: bytes a second of a device copy.
+    """Times calls of kernels. copy: bytes a second that a device copy reads and writes.
 
-    once: times nothing; after a warm-up, makes each call once on a separate stream with the CUDA profiler on.
+    once: True to time nothing. After a warm-up, each call then runs once on a separate CUDA stream, under a profiler.
     """
 
     def __init__(self, repeats: int, *, once: bool = False) -> None:
@@ -128,7 +128,7 @@ def copy_bandwidth(repeats: int) -> float:
 
 
 def measure(work: Work, meter: Meter) -> Iterator[GpuResult]:
-    """Yield the speeds of encoding, of verifying and of decoding whole blocks."""
+    """Yield the speeds of encoding, of verifying and of decoding whole KV blocks."""
     layers, heads, head_dim = work.shape
     blocks = max(1, work.vectors // (2 * layers * heads * TOKENS))
     profile = made_up.profile(*work.shape, made_up.rope_of(head_dim))

@@ -101,7 +101,7 @@ def make_chats() -> list[Chat]:
 
 @dataclass
 class Watch:
-    """Reader of a log that prints Manthan's actions. cold: chats now cold. restored: blocks, by chat's last restore."""
+    """Prints Manthan's actions from a log. cold: names of chats now cold. restored: blocks last restored, by chat."""
 
     server: VllmServer
     cold: set[str] = field(default_factory=set)
@@ -162,7 +162,7 @@ class Memory:
 
 
 def run_with_manthan(chats: list[Chat]) -> tuple[list[Return], Memory]:
-    """Run both turns with Manthan, and add the first answers to the chats. Return the second turns, and the memory."""
+    """Run both turns with Manthan, and add the first turns to the chats. Return the second turns, and the memory."""
     log = LOGS / "manthan.log"
     with VllmServer(os.path.relpath(MODEL), [*SERVER_FLAGS, *MANTHAN_FLAGS], log) as server:
         watch = Watch(server)

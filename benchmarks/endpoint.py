@@ -34,10 +34,10 @@ class ServerError(RuntimeError):
 class Reply:
     """Answer to a request. cached_tokens: prompt tokens without compute, whatever the source of their KV.
 
-    ttft_s, seconds: from sending the request to the first piece of the answer, and to its end. reports_cached: True if
-    the server reports cached tokens. generated_tokens: number of the answer's tokens; if the client left early, of the
-    received pieces. token_ids: of the answer, if requested (`return_token_ids`). gaps_s: between two pieces of the
-    answer. timing: milliseconds by name, from a server with --enable-per-request-metrics.
+    ttft_s: seconds from sending the request to the first piece of the answer. seconds: from sending to the answer's
+    end. reports_cached: True if the server reports cached tokens. generated_tokens: number of the answer's tokens; if
+    the client left early, of received pieces. token_ids: of the answer, if requested (`return_token_ids`). gaps_s:
+    seconds between pieces. timing: milliseconds by name, from a server with --enable-per-request-metrics.
     """
 
     text: str
@@ -205,7 +205,7 @@ class Endpoint:
 def _reply(
     text: str, token_ids: Sequence[int], last: dict[str, Any], arrived: Sequence[float], seconds: float, pieces: int
 ) -> Reply:
-    """Return the reply. last: usage and metrics, if sent. arrived: seconds from sending the request to each chunk."""
+    """Return the reply. last: usage and metrics, if sent. arrived: seconds from sending to each chunk with text."""
     usage = last.get("usage", {})
     details = usage.get("prompt_tokens_details")
     return Reply(

@@ -1,7 +1,7 @@
 """vLLM engine for benchmarks, in a measuring process: options, requests, and metrics.
 
-The measuring process runs `serve`. `arms.py` starts the process, waits for its end and reads the results. Importing
-this module imports no vLLM.
+The measuring process calls the function `serve`. `arms.py` starts the process, waits for its end and reads the results.
+Importing this module imports no vLLM.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ POLL_S = 0.02
 
 
 class WrongPathError(RuntimeError):
-    """A prompt's KV has a wrong source, or the engine is not in an awaited state, so the figure would be wrong."""
+    """A prompt's KV has a wrong source, or the engine did not reach an awaited state, so the figure would be wrong."""
 
 
 # -- options ------------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ class WrongPathError(RuntimeError):
 class EngineOptions:
     """Options of an engine. blocks: number of blocks of the KV pool. eager: True for no CUDA graphs.
 
-    offload_nbytes: room for vLLM's CPU offload; 0 for none. manthan: Manthan's options; None for plain vLLM.
+    offload_nbytes: room for vLLM's CPU offload; 0 for none. manthan: Manthan's options; None without Manthan.
     made_up_weights: True for vLLM's dummy weights: the model's folder needs none, and answers mean nothing.
     """
 
@@ -109,9 +109,9 @@ class Engine:
         self._requests = 0
 
     async def ask(self, tokens: list[int], session: str | None = None, **hints: Any) -> Answer:
-        """Return the answer of one token to a prompt. hints: of the session, for Manthan.
+        """Return the answer of one token to a prompt. hints: session hints for Manthan, in kv_transfer_params.
 
-        external_tokens comes from a metric, so it is right only if no other request loads from outside the pool.
+        external_tokens comes from a metric, so it is right only if no other request loads from outside meanwhile.
         """
         external = self.metrics("external_prefix_cache_hits_total")
         began = time.perf_counter()
@@ -125,7 +125,7 @@ class Engine:
     def generate(
         self, tokens: list[int], max_tokens: int, session: str | None = None, hints: Mapping[str, Any] | None = None
     ) -> Any:
-        """Return vLLM's stream of outputs; each holds only new tokens. hints: of the session, for Manthan."""
+        """Return vLLM's stream of outputs; each holds only new tokens. hints: see `ask`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -147,7 +147,7 @@ class Engine:
         return sum(value for has, value in found if labels.items() <= has.items())
 
     def manthan_metrics(self) -> dict[str, float]:
-        """Return Manthan's metrics by name and state or cause: gauges, counters, and histograms' sums and counts."""
+        """Return Manthan's metrics by name and label state or cause: gauges, counters, histograms' sums and counts."""
         totals: dict[str, float] = {}
         for name, labels, value in _registry():
             if name.startswith("vllm:manthan_") and not name.endswith(("_bucket", "_created")):
@@ -159,12 +159,12 @@ class Engine:
         return self.metrics("manthan_sessions", state=state)
 
     async def forget_resident(self) -> None:
-        """Empty vLLM's prefix cache, but not Manthan's store. Cold sessions then have KV in the store only."""
+        """Empty vLLM's prefix cache, but not Manthan's store. Cold (saved) sessions then have KV in the store only."""
         if not await self._llm.reset_prefix_cache(reset_connector=False):
             raise WrongPathError("vLLM would not empty its prefix cache: a request still holds blocks")
 
     async def until_cold(self, sessions: int | None = None) -> None:
-        """Return when every session is cold, so saved in the store, and their number is `sessions` if given."""
+        """Return when every session is cold (saved in the store), and their number is `sessions` if given."""
 
         def done() -> bool:
             still = sum(map(self.sessions, ("active", "idle")))

@@ -38,11 +38,11 @@ TOKENS = 2000
 TIMEOUT_S = 300.0
 
 Figure: TypeAlias = tuple[str, dict[str, Any]]
-"""Name, and unit, median, least, most and number of repeats by these keys."""
+"""Name, and a dict with the keys unit, median, least, most and repeats."""
 
 
 def figure(name: str, unit: str, values: Iterable[float], repeats: int = 0) -> Figure:
-    """Return the figure of `values`. repeats: number of repeats behind `values`; 0 for one each."""
+    """Return the figure of `values`. repeats: number of measured repeats; 0 for `len(values)`."""
     found = sorted(float(f"{value:.4g}") for value in values)
     facts = {"unit": unit, "median": statistics.median(found), "least": found[0], "most": found[-1]}
     return name, facts | {"repeats": repeats or len(found)}
@@ -67,7 +67,7 @@ def of_heart(_: Console) -> Iterator[Figure]:
 
 
 def of_returns(console: Console) -> Iterator[Figure]:
-    """Yield times to the first token of returning sessions, restored from RAM and recomputed, on the tests' model."""
+    """Yield times to the first token of sessions that return restored, resident or recomputed, on the tests' model."""
     with tempfile.TemporaryDirectory() as folder:
         setting = restore.Setting(MODEL.absolute(), 32, True, 2048, RETURNS, TOKENS, 0, 0, 0, False, "", folder)
         arms = restore.chosen_arms(restore.Only.latency, "host,recompute", setting)
@@ -107,13 +107,13 @@ def history(
 
 
 def _commit() -> str:
-    """Return the abbreviated commit of this folder, with a plus sign if tracked files differ from it."""
+    """Return the abbreviated commit of the repository, with a plus sign if tracked files differ from the commit."""
     command = ["git", "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty=+"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def compare(lines: list[dict[str, Any]], console: Console) -> None:
-    """Print the figures of one or two lines, and mark figures whose ranges from least to most do not overlap."""
+    """Print the figures of one or two releases, and mark figures whose ranges from least to most do not overlap."""
     for line in lines:
         on = line["machine"]
         where = f"{on['gpu'] or 'no GPU'}, {on['cpu']} ({on['cores']} cores, load {on['load']}), Python {on['python']}"
@@ -135,7 +135,7 @@ def compare(lines: list[dict[str, Any]], console: Console) -> None:
 
 
 def _change(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
-    """Return the new median divided by the old; and better or worse if the ranges do not overlap, else nothing."""
+    """Return the new median divided by the old, and `better` or `worse`; an empty text if the ranges overlap."""
     ratio = f"{new['median'] / old['median']:.2f}"
     if new["least"] <= old["most"] and old["least"] <= new["most"]:
         return ratio, ""

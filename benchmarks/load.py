@@ -1,8 +1,8 @@
-"""Waits of users for the first token, with more chats than the KV pool holds: plain vLLM, vLLM's offload and Manthan.
+"""Compare users' waits for the first token in vLLM, offloads and Manthan, with more chats than the KV pool holds.
 
-An arm is one of these systems, measured as `vllm serve` in turn; or one running server is measured. All arms but `wide`
-have the same KV pool and the same bytes outside the pool. All arms get the same chats, many at a time: a user thinks
-after an answer, and continues. Or a trace's requests are sent at the trace's times. The client measures the waits.
+An arm is one of these systems, run as `vllm serve`. Or one running server is measured. All arms but `wide` have equal
+KV pools. All stores of KV outside the pool are equally large. All arms get the same chats, many at a time: a user
+thinks after an answer, and continues. Or a trace's requests are sent at its times. The client measures the waits.
 
     manthan bench load [--arms plain,offload,host] [--codecs wht-5x,k3v3] [--chats 64] [--tokens 8192] [--out FOLDER]
     manthan bench load --trace FILE --shrink 16 --speed 4
@@ -32,8 +32,8 @@ from manthan.manager.config import resolve
 from manthan.manager.config.resolve import ConfigError, resolve_config
 
 ModelFolder = Annotated[Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")]
-ModelShape = Annotated[str, typer.Option(help=f"On a GPU without --model, made-up weights of {', '.join(PUBLIC)}.")]
-ModelProfile = Annotated[Path | None, typer.Option(help="The model's profile, for codecs that need one, or `made-up`.")]
+ModelShape = Annotated[str, typer.Option(help=f"Made-up model on a GPU without --model: {', '.join(PUBLIC)}.")]
+ModelProfile = Annotated[Path | None, typer.Option(help="Statistics of KV (profile) for klt codecs, or `made-up`.")]
 BlockTokens = Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32, on a GPU 16.")]
 
 
@@ -49,8 +49,8 @@ def load(
     arms: Annotated[
         str,
         typer.Option(
-            help="Of plain, plain-ordered, wide, offload, lmcache, host-arrival, host, whole (host without cuts), "
-            "device, disk, redis, tiered; default: plain, wide, host; on a GPU plain, offload, host.",
+            help="Some of plain, plain-ordered, wide, offload, lmcache, host-arrival, host, whole (host that shortens "
+            "no block), device, disk, redis, tiered; default: plain, wide, host; on a GPU plain, offload, host.",
         ),
     ] = "",
     codecs: Annotated[str, typer.Option(help="Codecs of Manthan's arms, with commas between.")] = DEFAULT,
@@ -59,20 +59,20 @@ def load(
     turns: Annotated[int, typer.Option(min=1, help="Turns of each chat.")] = 3,
     said: Annotated[int, typer.Option(min=1, help="Tokens that a later turn adds.")] = 128,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
-    think: Annotated[float, typer.Option(min=0, help="Seconds between an answer and the next turn.")] = 15,
+    think: Annotated[float, typer.Option(min=0, help="Mean seconds between an answer and the next turn.")] = 15,
     thinking: Annotated[Thinking, typer.Option(help="Distribution of the thinking times.")] = Thinking.fixed,
     arrive: Annotated[
         float | None, typer.Option(min=0, help="Seconds within which all chats begin; default: twice --think.")
     ] = None,
-    trace: Annotated[Path | None, typer.Option(help="Requests to replay instead, as `simulate` reads them.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Trace to replay instead of chats, as for `simulate`.")] = None,
     speed: Annotated[float, typer.Option(min=0.001, help="Divisor of the trace's times.")] = 1,
     shrink: Annotated[float, typer.Option(min=1, help="Divisor of the trace's tokens.")] = 1,
     requests: Annotated[int, typer.Option(min=0, help="Number of the trace's first requests; 0: all.")] = 0,
-    pool: Annotated[int, typer.Option(min=0, help="Tokens of the KV pool; 0: of 8 chats, on a GPU 10.")] = 0,
+    pool: Annotated[int, typer.Option(min=0, help="Tokens of the KV pool; 0: 8 first prompts, on a GPU 10.")] = 0,
     memory: Annotated[
         str, typer.Option(help="Bytes outside the pool, such as 20GiB; default: as the pool, on a GPU 20GiB.")
     ] = "",
-    idle_after: Annotated[float, typer.Option(min=0.1, help="Seconds after which Manthan compresses a session.")] = 1,
+    idle_after: Annotated[float, typer.Option(min=0.1, help="Idle seconds after which Manthan compresses a chat.")] = 1,
     manthan: Annotated[
         str, typer.Option(help="Further configuration of Manthan, as YAML: '{tiers: {pinned_share: 0.5}}'.")
     ] = "",
@@ -82,15 +82,15 @@ def load(
     block_size: BlockTokens = 0,
     fairness: Annotated[
         bool,
-        typer.Option("--fairness", help="Compare plain, host-arrival and host in three loads: is any request slower?"),
+        typer.Option("--fairness", help="Compare arms, by default plain, host-arrival and host, in three loads."),
     ] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Of --fairness: runs of all arms, each with new prompts.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="With --fairness: runs of all arms, each with new prompts.")] = 1,
     base_url: Annotated[str, typer.Option(help="A vLLM server that runs already; measured alone.")] = "",
     flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`, in one string.")] = "",
     redis_url: Annotated[str, typer.Option(help="A running server for the arms in Redis; else one is started.")] = "",
     seed: Annotated[int, typer.Option(help="Seed of the chats.")] = 0,
     start_timeout: Annotated[float, typer.Option(help="Seconds that a server may take to start.")] = 300,
-    timeout: Annotated[float, typer.Option(help="Seconds after which no more requests are sent, per arm.")] = 900,
+    timeout: Annotated[float, typer.Option(help="Seconds of a load, after which no request is sent.")] = 900,
     cold: Annotated[
         bool,
         typer.Option("--cold", help="Start each server with empty caches of compiled kernels, and do not warm it up."),

@@ -1,7 +1,7 @@
-"""Arms of the load benchmark: systems to measure, such as plain vLLM, with equal KV pools and bytes outside the pool.
+"""Arms of the load benchmark: systems to measure, such as plain vLLM. All but `wide` have equal KV pools.
 
-The arm `wide` has all these bytes in its pool. `plain-ordered` is plain vLLM with a priority for returns.
-`host-arrival` is Manthan without its own order of waiting requests.
+All stores of KV outside the pool are equally large. `wide` has no store, but a pool as large as both. `plain-ordered`
+is plain vLLM that serves later turns first. `host-arrival` is `host` that serves requests in the order of arrival.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ LOG_FORMAT = "%(levelname)s %(created).3f [%(filename)s:%(lineno)d] %(message)s"
 LMCACHE_CHUNK_TOKENS = 256
 """Tokens of a chunk by LMCache's default."""
 LMCACHE_CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
-"""Module of vLLM's LMCacheMPConnector."""
+"""Module of the package lmcache that has a connector for vLLM."""
 
 
 class LMCacheServer(NamedTuple):
@@ -49,7 +49,7 @@ class LMCacheServer(NamedTuple):
 
 @dataclass(frozen=True)
 class Arms:
-    """Common settings of all arms. longest: most tokens of a prompt with the answer. requests: most at a time.
+    """Common settings of all arms. longest: most tokens of a prompt with the answer. requests: most requests at a time.
 
     more: further configuration of Manthan, by dotted key. made_up: True for made-up weights. Manthan's guard, which
     measures a codec's loss, is then off.
@@ -137,14 +137,14 @@ class Arms:
 
 
 def _all_pool(memory: Memory) -> Memory:
-    """Move all bytes outside the pool into the pool."""
+    """Return a split of the same bytes in which the pool has all."""
     block = memory.pool_nbytes // memory.pool_blocks
     blocks = memory.budget // block
     return Memory(memory.budget, blocks, blocks * block, 0)
 
 
 def read_arms(text: str, on_gpu: bool) -> list[str]:
-    """Return the arms' names in the order of ARMS. Raises BadParameter for an unknown name."""
+    """Return names in the order of ARMS; for an empty text the defaults. Raises BadParameter for an unknown name."""
     wanted = {part.strip() for part in text.split(",")} if text else {*(GPU_ARMS if on_gpu else CPU_ARMS)}
     refuse_unknown("--arms", wanted, ARMS)
     return [kind for kind in ARMS if kind in wanted]

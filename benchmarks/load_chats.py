@@ -1,7 +1,7 @@
 """Chats of the load benchmark: when each begins, what its user says, and how long the user thinks.
 
-Made-up chats begin within some seconds, and pause after each answer. Of a trace, each request is a chat of one turn, at
-the request's time. All chats are made before a server starts, so that each measured system gets the same.
+Made-up chats begin within a given time, and pause after each answer. Each request of a trace is a chat of one turn, at
+the request's time. Chats depend on the settings alone, so that each measured system gets the same.
 """
 
 import random
@@ -32,9 +32,9 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """Turn of a chat. pause_s: seconds from the end of the previous answer.
+    """Turn of a chat. pause_s: seconds from the end of the previous answer, or for a first turn from the chat's start.
 
-    known: number of prompt tokens that earlier requests of the trace have too; 0 for a made-up chat. is_whole: True if
+    known: number of prompt tokens that earlier requests of a trace have too; 0 for a made-up chat. is_whole: True if
     `said` is the whole prompt, not an addition to the earlier turns.
     """
 
@@ -47,9 +47,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Chat:
-    """Conversation. name: session id for the server; empty for none. starts_s: seconds from the start of the load.
+    """Conversation. name: session id for the server; empty for none. first: number of the first turn.
 
-    first: number of the first turn. then: chat that the same user begins at the end of this one.
+    starts_s: seconds from the load's start, for a user's first chat. then: chat that the user begins after this one.
     """
 
     name: str
@@ -61,9 +61,10 @@ class Chat:
 
 @dataclass(frozen=True)
 class Made:
-    """Settings of made-up chats. tokens: of a first prompt. said: tokens that a later turn adds.
+    """Settings of made-up chats. tokens: length of a first prompt. said: tokens that a later turn adds.
 
-    answer: tokens of an answer. thinking: FIXED, or EXPONENTIAL with mean think_s. arrive_s: all chats begin within it.
+    answer: tokens of an answer, at least DIGITS if checked. thinking: FIXED, or EXPONENTIAL with mean think_s.
+    arrive_s: seconds within which all chats begin.
     """
 
     chats: int
@@ -89,7 +90,7 @@ class Writer(Protocol):
 
 
 def writer(served: Served | None, vocabulary: int, seed: int) -> Writer:
-    """Return a writer of tables with lookups if the model has weights and a tokenizer, else of random tokens."""
+    """Return a writer of checkable questions if the model has weights and a tokenizer, else of random token ids."""
     if served is None or served.made_up or not (served.folder / "tokenizer.json").exists():
         return lambda chat, turn, tokens: Said(random_tokens(seed, 1000 * chat + turn, tokens, vocabulary))
     folder = str(served.folder)
@@ -110,7 +111,7 @@ def writer(served: Served | None, vocabulary: int, seed: int) -> Writer:
 
 
 def made_up(made: Made, say: Writer) -> list[Chat]:
-    """Return chats in the order of their beginnings, at random times within `made.arrive_s`."""
+    """Return chats that begin at random times within `made.arrive_s`, the earliest first."""
     rng = random.Random(made.seed)
     starts = sorted(rng.uniform(0, made.arrive_s) for _ in range(made.chats))
     return [
@@ -150,7 +151,7 @@ class Replay:
 
 
 def replayed(replay: Replay, trace: Trace, longest: int, vocabulary: int) -> list[Chat]:
-    """Return each request as a chat of one turn, without requests whose prompt and answer exceed `longest` tokens.
+    """Return each request as a chat of one turn. Leave out a request whose prompt with its answer exceeds `longest`.
 
     Blocks with equal hashes get equal tokens, so that prompts share the same blocks as in the trace.
     """
@@ -180,7 +181,7 @@ def replayed(replay: Replay, trace: Trace, longest: int, vocabulary: int) -> lis
 def _turns(requests: Sequence[TracedRequest]) -> Iterator[int]:
     """Yield the turn number of each request: 1, or one more than that of the request whose prompt it continues.
 
-    A prompt of one full block is not continued, because the block may be a common system prompt.
+    A prompt of one full block counts as not continued, because the block may be a common system prompt.
     """
     ends: dict[bytes, int] = {}
     for request in requests:

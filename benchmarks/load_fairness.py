@@ -1,6 +1,6 @@
 """Comparison of Manthan's request times with plain vLLM's, in three loads: is any request slower?
 
-An arm is a measured system: plain vLLM, or a kind of Manthan. A load is a set of chats.
+An arm is a measured system, such as plain vLLM. A load is a set of chats. A return is a later turn of a chat.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,15 +26,15 @@ FIRST, BETWEEN = "first token", "between tokens"
 QUANTILES = {"p50": 0.50, "p99": 0.99}
 MOST = 1.05
 BOUND_S = 60.0
-"""Manthan's default `admission_s`: most seconds that a request stands back for its tokens to compute."""
+"""Manthan's default `admission_s`: most seconds by which Manthan delays a request with many tokens to compute."""
 TOGETHER_MS = 0.5
 
 
 def three_loads(made: Made, pool_blocks: int, block_size: int, positions: int) -> dict[str, Made]:
     """Return three loads with about as many requests as `made`, in the same time, by name.
 
-    FITS: chats that fit the pool, with the number of turns that makes most requests. STRANGERS: chats of one turn.
-    OUTGROWS: the chats of `made`, which do not fit.
+    FITS: chats that fit the pool together, with the number of turns that makes most requests. STRANGERS: chats of one
+    turn. OUTGROWS: the chats of `made`, which do not fit the pool together.
 
     Args:
         positions: Most tokens of a prompt with the answer.
@@ -63,7 +63,7 @@ def three_loads(made: Made, pool_blocks: int, block_size: int, positions: int) -
 class Row:
     """Times of an arm in a load, and plain vLLM's, in ms by quantile over all repeats. what: FIRST or BETWEEN.
 
-    spread: by quantile, least and most of the repeats' own ratios. is_ordered: True if the arm reorders requests.
+    spread: by quantile, least and most ratio to plain vLLM in a repeat. is_ordered: True if the arm reorders requests.
     """
 
     load: str
@@ -91,9 +91,9 @@ class Row:
 
 
 def times(run: dict[str, Any], load: str, what: str) -> list[float]:
-    """Return milliseconds of all answered requests: until the first token, or the gaps between pieces of an answer.
+    """Return milliseconds of a run's answered requests in a load. what: FIRST, or BETWEEN for gaps between pieces.
 
-    Gaps up to TOGETHER_MS do not count, because the client read both pieces at once.
+    A gap up to TOGETHER_MS does not count, because the client read both pieces at once.
     """
     answered = [one for one in run["loads"][load]["requests"] if not one["error"]]
     if what == FIRST:
@@ -102,7 +102,7 @@ def times(run: dict[str, Any], load: str, what: str) -> list[float]:
 
 
 def rows(report: dict[str, Any]) -> Iterator[Row]:
-    """Yield a row for each load, FIRST and BETWEEN, and arm. A repeat counts only if plain vLLM has its seed too."""
+    """Yield a row for each load, kind of time and arm but plain vLLM. Only repeats whose seed plain vLLM has count."""
     plain = {run["seed"]: run for run in report["runs"] if run["arm"] == PLAIN}
     arms = dict.fromkeys(run["arm"] for run in report["runs"] if run["arm"] != PLAIN)
     for load in (FITS, STRANGERS, OUTGROWS):
@@ -127,7 +127,7 @@ def _row(load: str, what: str, arm: str, pairs: Sequence[tuple[list[float], list
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
-    """Return one report of several with different arms or seeds; see merge_reports."""
+    """Return one report with the arms and seeds of several; see merge_reports."""
     return merge_reports(files, "fairness", ("model", "loads", "memory"), lambda run: (run["arm"], run["seed"]))
 
 
@@ -157,7 +157,7 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
 
 
 def reused(report: dict[str, Any], load: str) -> str:
-    """Return a text: by arm, the share of returns' prompt tokens not computed. It tells if a load fits the pool."""
+    """Return a text: by arm, the cached share of returns' prompt tokens. Plain vLLM's tells if a load fits the pool."""
     parts = []
     for arm in dict.fromkeys(run["arm"] for run in report["runs"]):
         requests = [one for run in report["runs"] if run["arm"] == arm for one in run["loads"][load]["requests"]]

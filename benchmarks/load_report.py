@@ -40,8 +40,8 @@ OTHERS = ("plain", "plain-ordered", "wide", "offload", "lmcache")
 class Slow:
     """Slowest tenth of an arm's returns. count: number of them. mean_ms: mean time to the first token.
 
-    parts: mean milliseconds of each part of the wait, by key of PARTS. found: number of returns by `Wait.found`. ahead:
-    mean of `Wait.ahead`.
+    parts: mean milliseconds of each measured part, by key of PARTS. found: number of returns by `Wait.found`.
+    ahead: mean of `Wait.ahead`.
     """
 
     count: int
@@ -53,10 +53,10 @@ class Slow:
 
 @dataclass(frozen=True)
 class Found:
-    """Results of an arm. turns: ms to the first token by turn, from MOST_TURNS on together. returns: ms of all returns.
+    """Results of an arm. turns: ms to the first token by turn, from MOST_TURNS on together. returns: of all returns.
 
-    rate: generated tokens a second. not_computed: share of the returns' prompt tokens. right: number of right answers,
-    of the `checked` ones. errors: number of unanswered requests. failures: number of blocks not stored or restored.
+    rate: generated tokens a second. not_computed: cached share of the returns' prompt tokens. right: number of right
+    answers among the `checked`. errors: number of unanswered requests. failures: number of failed block transfers.
     """
 
     arm: str
@@ -115,7 +115,7 @@ def _slow(waits: Sequence[dict[str, Any]]) -> Slow | None:
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
-    """Return one report of several with different arms; see merge_reports."""
+    """Return one report with the arms of several; see merge_reports."""
     return merge_reports(files, "load", ("model", "made", "trace", "memory"), lambda run: run["arm"])
 
 
@@ -174,7 +174,7 @@ def waits_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
 
 
 def starts(found: Sequence[Found]) -> str:
-    """Return a line: each arm's time to start and median wait of first prompts, compared with plain vLLM's."""
+    """Return a line: each arm's time to start and median wait of first prompts, both compared with plain vLLM's."""
     plain = next((one for one in found if one.arm == "plain"), None)
     parts = []
     for one in found:
@@ -223,7 +223,7 @@ def slow_table(found: Sequence[Found]) -> Table:
 
 
 def draw(report: dict[str, Any], found: Sequence[Found]) -> Any:
-    """Draw distributions of the returns' waits, quantiles by turn, and the slowest tenth's parts of waits."""
+    """Draw distributions of the returns' waits, quantiles by turn, and parts of the slowest tenth's waits."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 

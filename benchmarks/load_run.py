@@ -60,12 +60,12 @@ ANSWER_TIMEOUT_S = 1800.0
 """Seconds without data from the server after which a request fails."""
 FORGET_S = 10.0
 SOON_S = 5.0
-"""Largest --idle-after for which the warm-up waits until its chat is saved."""
+"""Largest --idle-after for which the warm-up waits until Manthan has compressed the chat."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Defaults of options. pool_chats: first prompts that the pool holds. memory: bytes; 0 for those of the pool."""
+    """Defaults of options. pool_chats: first prompts that fit the pool. memory: bytes outside it; 0: as the pool."""
 
     chats: int
     tokens: int
@@ -82,9 +82,9 @@ CPU = Sizes(chats=20, tokens=512, pool_chats=8, memory=0)
 
 @dataclass(frozen=True)
 class Load:
-    """Chats to run on each server. longest: tokens of the longest prompt with the answer.
+    """Chats to run on each server. longest: upper bound of the tokens of a prompt with its answer.
 
-    about: the report's keys about the chats. parts: by name, settings of several loads to run instead of `chats`.
+    about: the report's keys about the chats. parts: settings of the loads of --fairness, run instead of `chats`.
     """
 
     chats: list[Chat]
@@ -94,7 +94,7 @@ class Load:
 
 
 def made_of(options: Namespace, on_gpu: bool) -> Made:
-    """Return the settings of made-up chats, for a load without a trace."""
+    """Return the settings of made-up chats, from the options and their defaults."""
     sizes, arrive_s = GPU if on_gpu else CPU, 2 * options.think if options.arrive is None else options.arrive
     return Made(
         options.chats or sizes.chats, options.tokens or sizes.tokens, options.turns, options.said, options.answer,
@@ -103,7 +103,7 @@ def made_of(options: Namespace, on_gpu: bool) -> Made:
 
 
 def load_of(options: Namespace, served: Served | None, vocabulary: int, positions: int, on_gpu: bool) -> Load:
-    """Return the load of the trace to replay, or of made-up chats. Raises BadParameter if all are too long."""
+    """Return the load of the trace to replay, or of made-up chats. Raises BadParameter if no chat fits `positions`."""
     made, most = made_of(options, on_gpu), positions - SPARE_POSITIONS
     if options.replay is not None:
         trace = options.replay.read()
@@ -123,7 +123,7 @@ def load_of(options: Namespace, served: Served | None, vocabulary: int, position
 
 
 def in_parts(options: Namespace, served: Served, load: Load) -> Load:
-    """Return a load with the three parts of --fairness. Raises BadParameter; see three_loads."""
+    """Return the three loads of --fairness as parts of one load. Raises BadParameter; see three_loads."""
     blocks, most = memory_of(options, served, load).pool_blocks, served.shape.positions - SPARE_POSITIONS
     parts = load_fairness.three_loads(replace(made_of(options, served.on_gpu), seed=0), blocks, served.block_size, most)
     longest = max(made.longest for made in parts.values()) + SPARE_POSITIONS
@@ -136,7 +136,7 @@ def chats_of(made: Made, served: Served) -> list[Chat]:
 
 
 def memory_of(options: Namespace, served: Served, load: Load) -> Memory:
-    """Return the KV pool and the bytes outside the pool, equal for all arms."""
+    """Return the sizes of the KV pool and of a store outside the pool, from which all arms are made."""
     sizes = GPU if served.on_gpu else CPU
     tokens = options.pool or sizes.pool_chats * (load.about["tokens"] or load.longest)
     least = -(-load.longest // served.block_size) + 2
@@ -154,7 +154,7 @@ def choose_arms(
     When the stack ends, it stops a Redis server started here, frees LMCache's ports, and removes a made-up profile.
 
     Args:
-        longest: tokens of the longest prompt with the answer.
+        longest: upper bound of the tokens of a prompt with its answer.
         most: most requests that run at a time.
     """
     kinds, codecs = read_arms(options.arms, served.on_gpu), read_codecs(options.codecs, options.profile)
@@ -208,7 +208,7 @@ def serving(
 def run_arm(
     options: Namespace, served: Served, load: Load, arm: CapacityArm, repeat: int, console: Console
 ) -> dict[str, Any]:
-    """Run the load on an arm's server, and return the run for the report. repeat: added to --seed, for `parts`."""
+    """Run the load on an arm's server. Return the run for the report. repeat: number from 0 on, added to --seed."""
     began, seed = time.monotonic(), options.seed + repeat
     name = f"fairness-{seed}" if load.parts else "load"
     parts = {
@@ -234,7 +234,7 @@ def run_arm(
 
 
 def warm_up(server: Endpoint, options: Namespace, served: Served, longest: int, is_ours: bool) -> None:
-    """Send a further chat's prompt twice and empty the caches, because a server's first requests take longer."""
+    """Send a prompt that is in no load twice, then empty the caches, because a server's first requests take longer."""
     made = Made(1, max(16, longest // 2), 1, 1, 4, 0.0, FIXED, 0.0, options.seed + 1)
     chats = made_up(made, writer(None, served.shape.vocabulary, made.seed))
     still_s = 0.0 if not is_ours or options.idle_after > SOON_S else options.idle_after + 1
@@ -248,7 +248,7 @@ def warm_up(server: Endpoint, options: Namespace, served: Served, longest: int, 
 
 
 def forget(server: Endpoint) -> None:
-    """Empty the server's caches. Retry for FORGET_S, because a connector may hold blocks after the last request."""
+    """Empty prefix cache and store. Retry for FORGET_S, because a connector may hold blocks after the last request."""
     deadline = time.monotonic() + FORGET_S
     while True:
         try:
@@ -260,7 +260,7 @@ def forget(server: Endpoint) -> None:
 
 
 def as_report(talk: Talk, waits: Sequence[Any], is_ours: bool) -> dict[str, Any]:
-    """Return a talk for the report, each answered request with its wait. waits: in the order of talk.asked."""
+    """Return the record of a load for the report. waits: of the answered requests, in the order of talk.asked."""
     explained = iter(waits)
     requests = [asdict(one) | ({} if one.error else {"wait": asdict(next(explained))}) for one in talk.asked]
     about = {
@@ -274,7 +274,7 @@ def as_report(talk: Talk, waits: Sequence[Any], is_ours: bool) -> dict[str, Any]
 
 
 def said(talk: Talk) -> str:
-    """Return a talk in a line, for the console."""
+    """Return a text: the numbers of answered and planned requests, and the time."""
     answered = sum(not one.error for one in talk.asked)
     return f"{answered} of {talk.planned} requests answered in {talk.wall_s:.0f} s"
 
@@ -301,7 +301,7 @@ def run_given(options: Namespace, console: Console) -> tuple[Load, dict[str, Any
 
 
 def run(options: Namespace, plot_only: Sequence[Path], arguments: dict[str, Any]) -> None:
-    """Do the whole command. Raises Exit, with status 1 if an arm failed."""
+    """Do the whole command. Without --plot-only raises Exit: with status 1 after a failure or a stop, else with 0."""
     console = make_console()
     reported: ModuleType = load_fairness if options.fairness else load_report
     if plot_only:

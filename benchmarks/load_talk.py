@@ -29,13 +29,13 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class Asked:
-    """Sent request. chat: index of the user. session: name of the chat. turn: from 1 on.
+    """Sent request. chat: index of the user. session: name of the chat, or empty. turn: number in the chat, from 1 on.
 
-    sent_s: seconds from the start of the load. ttft_s, seconds: from sending to the first token, and to the end.
-    known_tokens: prompt tokens that the server computed for earlier requests. queue_ms: the server's time until it
-    scheduled the request, after any load of KV from outside the pool. first_ms: the server's time from then to the
-    first token. gaps_ms: between two pieces of the answer, at the client. right: None for an unchecked answer. error:
-    empty for an answered request.
+    sent_s: seconds from the start of the load. ttft_s: seconds from sending to the first token. seconds: from sending
+    to the answer's end. known_tokens: number of prompt tokens that earlier prompts or answers had. queue_ms: the
+    server's time until it scheduled the request, any fetch of KV from outside the pool included. first_ms: the server's
+    time from then to the first token. gaps_ms: times between pieces of the answer, at the client. right: None if not
+    checked. error: empty for an answered request.
     """
 
     chat: int
@@ -57,9 +57,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Talk:
-    """Record of a load. began: Unix time, as in a server's log. planned: number of planned requests.
+    """Record of a load. began: Unix time, as in a server's log. planned: number of turns without those of `then`.
 
-    samples: metrics WATCHED, every SAMPLE_S. counters: increase of the metrics COUNTED over the load.
+    samples: metrics WATCHED, each SAMPLE_S seconds. counters: increase of the metrics COUNTED over the load.
     """
 
     began: float
@@ -76,7 +76,7 @@ class Talker:
     Args:
         step: Called after each request.
         deadline_s: Seconds from the start after which no request is sent.
-        ordered: True to send a priority with each request, so that the server takes returns before first prompts.
+        ordered: True to send a priority with each request, so that the server takes later turns before first turns.
     """
 
     def __init__(self, endpoint: Endpoint, step: Callable[[], None], deadline_s: float, ordered: bool = False) -> None:
@@ -86,7 +86,7 @@ class Talker:
         self._over = threading.Event()
 
     def run(self, chats: Sequence[Chat]) -> Talk:
-        """Run all chats at a time, and return the record. Raises ServerError if the server is gone at the end."""
+        """Run all chats concurrently, and return the record. Raises ServerError if the metrics cannot be read."""
         before = self._counters()
         began, self._zero = time.time(), time.perf_counter()
         with self._sampled() as samples, ThreadPoolExecutor(max(1, len(chats))) as pool:
@@ -113,7 +113,7 @@ class Talker:
             chat, due = chat.then, self._now()
 
     def _chat(self, index: int, chat: Chat, due: float) -> bool:
-        """Run a chat, whose first pause begins at `due`. Return False if a request failed or time is over."""
+        """Run a chat whose first pause begins at `due` (seconds). Return False if a request failed or time is over."""
         history: list[int] = []
         computed = 0
         for number, turn in enumerate(chat.turns):
@@ -181,7 +181,7 @@ class Talker:
 
     @contextmanager
     def _sampled(self) -> Iterator[list[dict[str, float]]]:
-        """Yield a list to which the server's metrics are added every SAMPLE_S."""
+        """Yield a list, to which a thread adds the metrics WATCHED every SAMPLE_S seconds."""
         samples: list[dict[str, float]] = []
 
         def look() -> None:
@@ -206,7 +206,7 @@ class Talker:
 
 
 def _by_name(samples: Sequence[tuple[str, dict[str, str], float]]) -> dict[str, float]:
-    """Return sums of values by name without `vllm:` and, if any, label state, cause, source or level."""
+    """Return sums of values by name. A name has no `vllm:`, and has the label state, cause, source or level, if any."""
     values: dict[str, float] = {}
     for name, labels, value in samples:
         label = next((labels[one] for one in ("state", "cause", "source", "level") if one in labels), "")

@@ -1,6 +1,6 @@
 """Parts of each request's wait for the first token, from the server's times and Manthan's log lines.
 
-A session goes cold when Manthan saves its blocks in the store. A restore loads them back into vLLM's pool.
+A session goes cold when all its full blocks are in Manthan's store. A restore loads them into vLLM's pool.
 """
 
 import re
@@ -34,14 +34,14 @@ class Cold(NamedTuple):
 
 @dataclass(frozen=True)
 class Wait:
-    """Milliseconds of a time to the first token, and the request's hits.
+    """Parts of a request's time to the first token, in milliseconds, and the request's cache hits.
 
-    queue: until vLLM scheduled the request, or the restore began. restore: Manthan's fetching and decoding. after: from
-    the restore until vLLM scheduled the request. compute: from the scheduling to the first token. rest: the API server,
-    HTTP and the client. A part not measured is None.
+    queue: until the restore began, or without one until vLLM scheduled the request. restore: Manthan's fetching and
+    decoding. after: from the restore's end until vLLM scheduled the request. compute: from the scheduling to the first
+    token. rest: the API server, HTTP and the client. A part not measured is None.
 
     found: kind of hit, a constant above. restored_tokens: tokens restored for this request. missed_tokens: tokens of
-    known full blocks that were computed again. ahead: computed tokens of other prompts whose waits overlap
+    full blocks of earlier requests, computed again. ahead: computed tokens of all other prompts whose waits overlap
     this wait. evicted: number of sessions gone cold during the wait.
     """
 
@@ -90,7 +90,7 @@ def explain(talk: Talk, lines: Lines, block_size: int, is_ours: bool) -> list[Wa
 
 
 def _wait(one: Asked, left_s: float, lines: Lines, block_size: int, is_ours: bool, ahead: int) -> Wait:
-    """Return the wait of a request. left_s: end of the previous answer of the same chat."""
+    """Return the wait of a request. left_s: time at which the user's previous answer ended; 0 for the first request."""
     restores = list(_between(lines.restores.get(one.session, ()), one.sent_s, one.sent_s + one.seconds))
     restored, restore = sum(cold.tokens for cold in restores), sum(cold.took_ms for cold in restores)
     full = min(one.known_tokens, one.prompt_tokens - 1) // block_size * block_size
@@ -116,7 +116,7 @@ def _wait(one: Asked, left_s: float, lines: Lines, block_size: int, is_ours: boo
 
 
 def _after(one: Asked, restores: Sequence[Cold]) -> float:
-    """Return milliseconds from the last restore's end until vLLM scheduled the request; 0 without a restore."""
+    """Return ms from the last restore's end until vLLM scheduled the request; 0 without a restore or timing."""
     if not restores or one.first_ms is None or one.queue_ms is None:
         return 0.0
     scheduled_s = one.sent_s + one.ttft_s - one.first_ms / 1e3

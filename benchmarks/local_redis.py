@@ -22,7 +22,8 @@ START_S = 20.0
 def redis_at(url: str, flag: str = "--redis-url") -> Iterator[str]:
     """Yield the URL of a server: the given URL, or else that of a server started here and ended with this context.
 
-    flag: option to name in errors. Raises BadParameter if the given server does not answer or redis-server is missing.
+    flag: option to name in errors. Raises BadParameter if the given server is unusable, or a needed redis-server is
+    missing.
     """
     if url:
         _check(url, flag)
@@ -46,7 +47,7 @@ def redis_at(url: str, flag: str = "--redis-url") -> Iterator[str]:
 
 @contextlib.contextmanager
 def redis_for_arms(url: str) -> Iterator[dict[str, str]]:
-    """Yield Manthan's `url` and `prefix` for a server as in `redis_at`.
+    """Yield the settings `url` and `prefix` of Manthan's Redis tier, for a server as in `redis_at`.
 
     At the end delete all Redis keys with this prefix, which the measured systems (arms) have written.
     """

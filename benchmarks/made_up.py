@@ -1,7 +1,7 @@
 """Make up a profile of a calibrated codec, and KV that fits the profile, for benchmarks and tests of any model shape.
 
 A profile has a model's statistics that a calibrated codec (`klt-…`) needs: see `manthan.codec.profile`. With
-`--profile made-up`, benchmarks make a profile for vLLM's dummy weights, so that blocks have their codec's size. As a
+`--profile made-up`, benchmarks make a profile for vLLM's dummy weights, so that blocks compress like real ones. As a
 script, write a model of Qwen3-8B's shape with random weights (16 GB) and, next to its folder, its calibrated profile:
 
     python benchmarks/made_up.py FOLDER
@@ -28,15 +28,15 @@ from manthan.codec.tables.frequencies import SHAPES
 from manthan.codec.tables.levels import STEPS, WIDTHS
 
 SPREAD, FALL = (64.0, 0.03), 0.7
-"""Standard deviations of a group's first and last component, in STEPS[0] / 6 finest steps; exponent of their fall.
-
-With these values, blocks have about the compression ratio of their codec's name, such as 8 for klt-8x."""
+"""SPREAD: standard deviations of a group's first and last component, in units of STEPS[0] / 6 finest steps. FALL:
+exponent of the fall between them. A group is layers that are encoded together. With these values, blocks have about the
+compression ratio of their codec's name, such as 8 for klt-8x."""
 BITS = 0.75, 1.25, 1.95, 3.0, 10.0
 """Expected bits per number at each level of a calibrated codec, from the coarsest to the lossless level."""
 NORMS_KEYS = "qwen3", "gemma3"
 """Prefixes of `model_type` of models that normalize the keys of each head."""
 WEIGHT = 0.001
-"""Bound of vLLM's dummy weights, which are drawn evenly from -WEIGHT to WEIGHT."""
+"""Bound of vLLM's dummy weights, which are uniformly distributed from -WEIGHT to WEIGHT."""
 
 
 def rope_of(head_dim: int, base: float = 1e6) -> Rope:
@@ -53,9 +53,9 @@ def profile(
     seed: int = 0,
     even: Sequence[float] = (),
 ) -> Profile:
-    """Return a made-up profile. Groups of equal size have the same transform, with its rows in different orders.
+    """Return a made-up profile. Equally large groups share an orthogonal matrix, with its rows reordered.
 
-    together: most layers of a group (layers encoded together); 0 for calibration's bound.
+    together: most layers of a group; 0 for the bound of calibration.
     latent: count of numbers in a token's latent (MLA), made of `heads` pieces of `head_dim`; 0 for keys and values.
     even: standard deviations of all keys and of all values, which then have mean 0 and no correlation. Empty for
         correlated numbers with random means.
@@ -116,11 +116,11 @@ def kv(of: Profile, tokens: int, device: torch.device, seed: int = 0) -> tuple[T
 
 
 def of_model(folder: Path) -> Profile:
-    """Return a profile for the KV of vLLM's dummy weights, close enough that blocks have their codec's size.
+    """Return a profile for the KV of vLLM's dummy weights, close enough for usual sizes of compressed blocks.
 
-    folder: folder with the model's config.json. vLLM draws weights evenly, but from 0.33 on sets an RMSNorm's weights
-    to 1. A norm's outputs then have a standard deviation of 1: also keys, if the model normalizes keys. Other keys, and
-    values, are products of a norm's outputs with drawn weights.
+    folder: folder with the model's config.json. vLLM draws dummy weights from a uniform distribution, but from 0.33
+    on sets an RMSNorm's weights to 1. A norm's outputs then have a standard deviation of 1, and so have keys that the
+    model normalizes. Other keys, and values, are products of a norm's outputs with drawn weights.
     """
     from transformers import AutoConfig
 
@@ -139,7 +139,7 @@ def _deviations(size: int) -> npt.NDArray[np.float64]:
 
 
 def _turned(keys: Tensor, rope: Rope) -> Tensor:
-    """Return keys with RoPE, from position 0 on. Pairs have a number of the first half and a number of the second."""
+    """Return keys with RoPE, from position 0 on. RoPE pairs rotated numbers of the first and the second half."""
     positions = np.arange(keys.shape[2], dtype=np.int64)
     cos, sin = (torch.from_numpy(part).to(keys.device) for part in rope.tables(positions))
     first, second, rest = keys.split((cos.shape[1], cos.shape[1], keys.shape[3] - 2 * cos.shape[1]), 3)
@@ -162,7 +162,7 @@ def write_weights(folder: Path, device: str) -> None:
     model.save_pretrained(folder)
 
 
-def main(folder: Annotated[Path, typer.Argument(help="Where the model goes.")]) -> None:
+def main(folder: Annotated[Path, typer.Argument(help="Folder for the model.")]) -> None:
     """Make a model of Qwen3-8B's shape, and the model's profile."""
     from manthan.manager.calibration.model import ModelReader
 

@@ -1,5 +1,4 @@
-"""Published codecs as plain references, written from their papers, for comparison: `manthan eval quality --codec
-kvarn`.
+"""Published codecs and formats as plain references, for comparison: `manthan eval quality --codec kvarn`.
 
 The references are in the repository, not in the wheel. Each encodes a tile into real bytes, so that its bits per number
 can be measured. A tile has one head's keys or values in one layer of a block, float32 [tokens, head_dim]. Only KVTC
@@ -39,11 +38,11 @@ def halves(x: Floats) -> Codes:
 
 @dataclass(frozen=True)
 class Peer:
-    """Preset for `manthan.codec.registry`.
+    """Preset (codec with its settings) for `manthan.codec.registry`.
 
     Args:
         name: codec's name.
-        encode: function from a tile and "key" or "value" to bytes. Tiles of equal shape take equally many bytes.
+        encode: function from a tile and "key" or "value" to bytes. Equal shapes and kinds take equally many bytes.
         decode: function from bytes, "key" or "value", and the tile's shape to the tile.
     """
 

@@ -2,10 +2,10 @@
 KV-cache quantization", 2026, arXiv 2606.03458).
 
 A tile has one head's keys or values of a block, [tokens, head_dim], 128 tokens in the paper. A Hadamard transform
-rotates each token's vector. Scales of channels and of tokens are found by turns, so that the tile divided by both has
-about the same root mean square in each channel and each token. A line is a channel of keys or a token of values; a
+rotates each token's vector. Scales of channels and of tokens are found alternately, so that the tile divided by both
+has about the same root mean square in each channel and each token. A line is a channel of keys or a token of values; a
 column is a token of keys or a channel of values. Columns are divided by the scales. Each line is then quantized to
-whole numbers of 4 bits (keys) or 2 bits (values), by a start and a step. These make a line's scale needless.
+whole numbers of 4 bits (keys) or 2 bits (values), by a start and a step. Start and step make a line's scale needless.
 
     | scales of the columns, fp16 | starts of the lines, fp16 | steps of the lines, fp16 | whole numbers |
 """
@@ -93,7 +93,7 @@ def hadamard_(x: npt.NDArray[np.float32], scratch: npt.NDArray[np.float32], bloc
     """Apply Hadamard transforms without normalization, in place, to float32 x [head_dim, n].
 
     blocks: for each transform, the number of its rows, a power of 2. scratch: memory of x's shape.
-    The order of the additions is part of the format: strides 1, 2, 4, ... up to half the block.
+    The order of the additions is part of the format: strides 1, 2, 4, ... up to half the rows.
     """
     start = 0
     for size in blocks.tolist():
