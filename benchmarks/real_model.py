@@ -7,7 +7,7 @@ of keys with the lowest frequencies, as in Qwen2.5. Queries and values get biase
 
     python benchmarks/real_model.py [--out build/models] [--wheel FILE]
 
-Existing folders are left alone. The packages `torch`, `transformers` and `gguf` must be installed.
+Folders that are current (see `is_made`) are left alone. Otherwise `torch`, `transformers` and `gguf` must be installed.
 """
 
 import hashlib
@@ -211,7 +211,7 @@ def is_made(folder: Path) -> bool:
 
 
 def make(out: Path, wheel: Path | None, console: Console) -> list[Path]:
-    """Return both folders, made if missing. Raises RealModelError."""
+    """Return both folders. Make a missing or outdated folder. Raises RealModelError."""
     folders = [out / name for name in (PLAIN, BIASED)]
     missing = [folder for folder in folders if not is_made(folder)]
     if not missing:

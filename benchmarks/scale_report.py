@@ -17,7 +17,7 @@ SHARES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 class Goal(NamedTuple):
     """Bound on a figure of a run. what: name of the figure. is_least: True if figures from `bound` up meet the goal.
 
-    at, tokens: number of sessions, and tokens of each, for which the goal holds.
+    at, tokens: number of sessions, and tokens of each session, in the runs that must meet the goal.
     """
 
     what: str
