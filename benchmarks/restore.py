@@ -219,8 +219,8 @@ class Setting:
     def codec(self, name: str) -> dict[str, Any]:
         """Return Manthan's options for the codec; for an empty name, the default codec.
 
-        The guard, which measures a codec's error and may choose a finer codec, is off. It is on only for the default
-        codec with a model's own weights, because random prompts and weights are no fair test.
+        The guard measures a codec's error, and may choose a finer codec. The guard is therefore off, except for the
+        default codec with a model's own weights.
         """
         if not name:
             return {} if self.weights else {"codec": {"guard": False}}
