@@ -3,7 +3,7 @@
 A prefix's first tokens may be exact: their KV is kept without loss. Measured are, for each codec and each number of
 exact tokens: perplexity of a continuation, KL divergence between next-token distributions after exact and after decoded
 (decompressed) KV, tasks in contexts of several lengths, greedy answers, cosines between exact and decoded KV, and
-bytes. Engine `vllm` evicts and restores the prefix. With engine `transformers`, decoded KV replaces the prefix's KV.
+bytes. On engine `vllm`, Manthan stores and restores the prefix. With `transformers`, decoded KV replaces its KV cache.
 
     python benchmarks/quality.py MODEL [--text FILE] [--codec NAME,NAME] [--exact 0,4] [--engine vllm] [--profile FILE]
     python benchmarks/quality.py --plot-only FOLDER/quality.json
@@ -204,8 +204,7 @@ def with_vllm(
 ) -> tuple[dict[str, Any], list[Arm], dict[str, str]]:
     """Return results of successful arms by name, all arms, and errors of failed arms by name.
 
-    An arm is an engine with one setting, or plain vLLM: the exact arm. Without results of the exact arm there are none,
-    because all others are compared with it.
+    An arm is plain vLLM (the exact arm), or one setting. All are compared with the exact arm; if it fails, none counts.
     """
     from manthan.benchmarks.quality_vllm import SCRIPT, Questions, arm, read_scores, told
 

@@ -32,8 +32,7 @@ def evaluate(model: str, tasks: str, data: Path | None, codec: str, limit: int, 
 
     Args:
         tasks: names, separated by commas.
-        data: folder that is Hugging Face's cache with the tasks' data, and may have YAML files of tasks. None: the
-            default cache.
+        data: Hugging Face cache with the tasks' data, and possibly YAML files of tasks. None: the default cache.
         limit: documents of each task; 0 for all.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Show results of quality.py as tables and as a plot. An arm is a setting, or a baseline as EXACT, on an engine."""
+"""Show results of quality.py as tables and as a plot. An arm is a setting or a baseline (EXACT), on an engine."""
 
 import math
 import statistics
@@ -40,9 +40,9 @@ class Mean(NamedTuple):
 class Row:
     """Figures of an arm.
 
-    nll: negative log-likelihood, nats per token. added: mean difference of a piece's `nll` from the exact arm's.
-    kl, top1: see `Figures`. tasks: recall by name of the task and length of the context. cosines: of keys and of
-    values, between exact and decoded vectors. storage: fields of `Storage`.
+    nll: negative log-likelihood, nats per token. added: mean of a piece's `nll` less that of the exact arm. kl, top1:
+    see `Figures`. tasks: recall by name of the task and length of the context. cosines: means for keys and for values,
+    between exact and decoded vectors; None if not measured. storage: fields of `Storage`.
     """
 
     name: str

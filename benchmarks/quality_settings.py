@@ -163,7 +163,7 @@ PEERS = ("kvarn", "turboquant-3bit", "turboquant-4bit", "kvtc-2bit", "kvtc-4bit"
 
 
 def _register_peers() -> None:
-    """Register PEERS, which are codecs of other projects, in this process. Raises CodecError without their modules."""
+    """Register PEERS, references of published codecs, in this process. Raises CodecError without their modules."""
     try:
         from manthan.benchmarks.peers.formats import FP8, NVFP4
         from manthan.benchmarks.peers.kvarn import KVARN
@@ -232,7 +232,7 @@ class Storage:
 def long_nbytes(setting: Setting, nbytes: float, tokens: int, block_size: int, shape: Shape) -> float | None:
     """Return the estimated bytes of a session of LONG tokens, from the `nbytes` bytes of a prefix of `tokens` tokens.
 
-    Exact tokens count as bf16, and the rest by the mean of the prefix's inexact tokens; None if there are none.
+    Exact tokens count as bf16, and lossy tokens as the mean lossy token of the prefix. Return None if it has none.
     """
     raw = 2 * shape.token_numbers
     exact, long_exact = (int(setting.exact_tokens(n // block_size, block_size).sum()) for n in (tokens, LONG))

@@ -52,8 +52,8 @@ class Reader:
 
     @torch.inference_mode()
     def measure(self, pieces: Sequence[Piece], settings: Sequence[Setting], step: Callable[[], None]) -> dict[str, Any]:
-        """Return results by arm: {"pieces": figures of each piece, "cosines": [keys', values'] of each piece, "stored":
-        for each piece, bytes of the prefix and of a session of LONG tokens}.
+        """Return results by arm: {"pieces": figures of each piece, "cosines": mean cosine of keys and of values of each
+        piece, "stored": for each piece, bytes of the prefix and of a session of LONG tokens}.
 
         Arms EXACT, RECOMPUTED and LAST_BIT have only "pieces"; RECOMPUTED lacks tasks. step: called for each piece and
         setting.
@@ -156,7 +156,7 @@ class Reader:
     def _generate(
         self, prompt: list[int], cache: DynamicCache, tokens: int, like: Sequence[int] | None = None
     ) -> list[int]:
-        """Return the greedy continuation of a prompt, up to and with the first token not in `like`. The cache grows."""
+        """Return the greedy continuation of a prompt, up to its first difference from `like`. The cache grows."""
         found: list[int] = []
         while len(found) < tokens and (like is None or found == like[: len(found)]):
             logits = self._model(self._tensor(found[-1:] or prompt), past_key_values=cache, logits_to_keep=1).logits

@@ -1,8 +1,7 @@
 """Measure quality on vLLM. A prefix is sent, goes cold (all its full blocks are stored compressed), and is restored for
 a prompt with a continuation, whose tokens are scored. Chats are answered, go cold, and are answered again.
 
-An arm is plain vLLM, where nothing goes cold, or an engine with one setting of Manthan. `arms.run_arm` runs this file
-in a process for each arm.
+An arm is plain vLLM, where nothing goes cold, or vLLM with one setting of Manthan. Each arm's process runs this file.
 """
 
 import asyncio

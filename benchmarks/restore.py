@@ -1,9 +1,9 @@
 """Measure the time until a returning session answers, and the number of sessions whose KV is kept.
 
-Latency: time to the first token of a session return (the session's prompt sent again). Its KV is in vLLM's prefix cache
-(arm hot), recomputed (recompute), in vLLM's CPU offload, or in a store of Manthan. Arms on Redis and on disk run only
-if `--arms` names them. Before each session return, arm disk drops the store's files from the page cache, and arm
-disk-cached does not. Arm host-disk has all blocks in RAM, too. Capacity: number of sessions kept in the same number of
+Latency: time to the first token of a session return (a prompt sent again). The prompt's KV is in vLLM's prefix cache
+(arm hot), recomputed (recompute), in vLLM's CPU offload, or compressed in a store of Manthan. Arms on Redis and on disk
+run only if `--arms` names them. Before each session return, arm disk drops the store's files from the page cache, and
+arm disk-cached does not. Arm host-disk has all blocks in RAM, too. Capacity: number of sessions kept in a budget of
 bytes. Each arm is a separate engine. A latency arm fails if a return's KV came from an unexpected source.
 
     python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device,redis,disk]
@@ -41,13 +41,13 @@ from manthan.benchmarks.shapes import DEFAULT, PUBLIC, Shape, write_model
 from manthan.codec.registry import needs_profile
 
 SESSIONS = 3
-"""Sessions of a latency arm. The pool has room for POOL_SESSIONS, so that a session's return overwrites other KV."""
+"""Sessions of a latency arm. The pool has room for POOL_SESSIONS, so that the others' requests overwrite a session."""
 POOL_SESSIONS = 1.3
 SPARE_POSITIONS = 64
 KEPT_SHARE = 0.95
 GONE_SHARE = 0.01
 LEAST_RATIO, MOST_RATIO = 4.0, 5.2
-"""Bounds of the compression ratio. The least sizes the stores of latency arms; the most, the sessions of capacity."""
+"""Expected compression ratios. LEAST_RATIO gives the room of a store, MOST_RATIO the sessions of a capacity arm."""
 HOT_POOL_SHARE = 0.1
 DEFAULT_BLOCK = 16
 MANTHAN = {"policy": "lru", "idle": 0.3}
@@ -66,8 +66,8 @@ class Only(StrEnum):
 def check(answer: Answer, block_size: int, *, cached: bool, external: bool, what: str) -> None:
     """Raise WrongPathError if the KV of an answer's prompt came from an unexpected source.
 
-    cached: True if KEPT_SHARE of the full blocks must not be computed; False if only GONE_SHARE may be reused.
-    external: True if KEPT_SHARE of the full blocks must come from outside the pool; False if none may.
+    cached: True if at least KEPT_SHARE of the full blocks must be reused; False if at most GONE_SHARE may be.
+    external: True if at least KEPT_SHARE of the full blocks must come from outside the pool; False if none may.
     """
     full = (answer.prompt_tokens - 1) // block_size * block_size  # the last token is always computed
     right = answer.cached_tokens >= KEPT_SHARE * full if cached else answer.cached_tokens <= GONE_SHARE * full
@@ -92,8 +92,8 @@ async def measure_latency(
 ) -> dict[str, Any]:
     """Return the answers of `returns` + 1 session returns as "returns". The first is a warm-up.
 
-    In Manthan's arms, each return is asked again at once, with the answers as "hot". forgotten: folder whose files are
-    dropped from the page cache before each return; empty for none.
+    Manthan's arms send each return's prompt again at once, and have these answers as "hot". forgotten: folder whose
+    files are dropped from the page cache before each return; empty for none.
     """
     sessions = [random_tokens(seed, index, tokens, vocabulary) for index in range(SESSIONS)]
     if arm == "hot":
@@ -121,7 +121,7 @@ async def measure_latency(
 
 
 def forget(folder: Path) -> None:
-    """Drop the folder's files from the page cache. They must be synced."""
+    """Drop the folder's files from the page cache. The files must be synced to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
@@ -132,7 +132,7 @@ def forget(folder: Path) -> None:
 async def _ask_again(
     engine: Engine, report: Report, sessions: Sequence[list[int]], returns: int
 ) -> list[dict[str, Any]]:
-    """Return `returns` + 1 answers from the pool. Each session is first asked once more, so that its KV enters."""
+    """Return `returns` + 1 answers from the pool. Before a session's answers, one request puts its KV into the pool."""
     answers: list[Answer] = []
     put = -1
     for number in range(returns + 1):
@@ -313,7 +313,7 @@ def chosen_arms(only: Only | None, names: str, setting: Setting, codecs: str = "
 
 
 def made_up(folder: Path, shape: str, layers: int) -> Path:
-    """Write a model of a public model's shape, without weights, into `folder`, and return it. Raises BadParameter."""
+    """Write a model of a public model's shape, without weights, into `folder`. Return `folder`. Raises BadParameter."""
     if shape not in PUBLIC:
         raise typer.BadParameter(f"--shape is {shape}; there are {', '.join(PUBLIC)}")
     try:

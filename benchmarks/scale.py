@@ -80,7 +80,7 @@ def read_numbers(text: str) -> list[int]:
 def measure(
     sessions: int, tokens: int, policy: str, running: int, steps: int, repeats: int, seed: int
 ) -> dict[str, Any]:
-    """Return times and memory with `sessions` sessions. Most times are of each of `repeats` repeats."""
+    """Return memory and times with `sessions` sessions. "repeats" has the times of each of `repeats` measurements."""
     began = time.monotonic()
     gc.collect()
     gc.freeze()  # as vLLM does when an engine has started

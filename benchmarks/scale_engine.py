@@ -1,7 +1,7 @@
 """Run Manthan's heart on a simulated engine, to time the heart alone. There is no model, no KV and no stored byte.
 
-The heart is the session manager and its driver, which vLLM's scheduler calls. The KV pool is the simulator's. The tier
-(store of compressed blocks) is simulated, too: a store of blocks takes one step. Timed are the scheduler's calls for a
+The heart is the session manager and its driver, which vLLM's scheduler calls. The KV pool is the simulator's. The tier,
+a memory for compressed blocks, is simulated, too: blocks are saved within a step. Timed are the scheduler's calls for a
 request and for a step, in CPU time of this thread, so that other processes do not count.
 """
 
@@ -90,7 +90,7 @@ class Heart:
         self.sessions = 0
         """Number of sessions made."""
         self.longest_ns = 0
-        """Nanoseconds of the longest call of `_adopt` that entered new blocks, which is one that enlarges the table."""
+        """Nanoseconds of the longest call that entered blocks in `_adopt`. That call enlarges the table of blocks."""
         self._lengths: dict[int, int] = {}
         """Number of blocks of each session that was asked again, by session number."""
         self._seed, self._ids, self._chance = seed, count(), random.Random(seed)

@@ -1,8 +1,8 @@
 """Show if requests wait for the compression of KV blocks: chats return to a small pool, while compression is slow.
 
-Two servers run, plain vLLM and vLLM with Manthan, and are asked in turn. By default each server's KV pool holds 4 of 16
-chats at first, each round sends a request of every chat, 4 at a time, and compressing a KV block takes 50 ms longer.
-The report compares the times to first token of both servers.
+Two servers run, plain vLLM and vLLM with Manthan, and are asked in turn. By default, each server's KV pool holds 4 of
+16 new chats. In each round every chat sends a request, 4 at a time. Compressing a KV block takes 50 ms longer than
+usual. The report compares the times to first token of both servers.
 
     python benchmarks/small_pool.py [--out FOLDER]
 """

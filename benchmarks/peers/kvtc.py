@@ -4,7 +4,7 @@
 A row has one token's keys before RoPE, or values, of all heads and of the layers coded together. Calibration keeps the
 mean and the principal directions of a text's rows. Neighbouring components along these directions form groups. Dynamic
 programming deals out bits to groups, so that the squared error of the calibration rows is least within a budget. A
-group may get no bits. For each other group, a row stores a start and a step in fp16, and whole numbers of these bits.
+group may get no bits. Of each other group, a row has a start and a step in fp16, and a whole number for each component.
 DEFLATE compresses all.
 """
 

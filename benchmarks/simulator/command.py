@@ -1,7 +1,4 @@
-"""`manthan simulate`: replay a request trace, and count found blocks, for each policy and size of pool and cold store.
-
-The cold store keeps compressed KV blocks that no longer fit into the KV pool.
-"""
+"""`manthan simulate`: replay a trace for each policy, KV pool size and cold store size (store of compressed blocks)."""
 
 import gc
 import json
@@ -35,8 +32,7 @@ Row: TypeAlias = dict[str, Any]
 
 evictions: how often a session went cold (was stored whole). found_share: share found with the policy. best_share: share
 found by a cache of the same size that knows the future. gap_closed: (found_share - lru's) / (best_share - lru's); None
-if `lru` was not replayed or is best. divergence_mean: KL divergence in nats that restored blocks cause on average,
-meaningless without `--level`.
+if `lru` was not replayed or is best. divergence_mean: mean KL, nats, of restored blocks; meaningless without `--level`.
 """
 
 _POOL_COLUMNS: dict[str, Callable[[Row], str]] = {

@@ -1,10 +1,8 @@
 """Replay a trace on a simulated KV pool and a simulated cold store, which keeps compressed KV blocks.
 
-Manthan's session manager is real, and so is its driver, which vLLM's scheduler would call at each step.
-
     tally = replay(trace.requests, Setup(get_policy("lru"), pool_blocks=4000, cold_blocks=20000))
 
-docs/simulate.md lists the real and the simplified parts.
+Manthan's session manager, and its driver, which vLLM's scheduler would call, are real. See docs/simulate.md.
 """
 
 import heapq
@@ -114,9 +112,9 @@ class Setup:
 
 
 class Served(NamedTuple):
-    """Numbers of blocks of a request's prompt. asked: all, a partial block included. resident: found in the pool.
+    """Figures of a request. asked: number of the prompt's blocks, a partial one included. resident: found in the pool.
 
-    restored: found in the cold store. first_token_s: no number of blocks, but seconds from arrival to first token.
+    restored: found in the cold store. first_token_s: seconds from the arrival to the first token.
     """
 
     asked: int
@@ -130,7 +128,7 @@ class Tally:
     """Result of a replay. All but `served` count from the arrival of request `Setup.first_measured` on.
 
     served: for each request, None until answered. evictions: how often all blocks of an idle session were stored.
-    stored, restored, dropped: numbers of blocks. divergence: sum of LEVELS' nats over the restored lossy blocks.
+    stored, restored, dropped: numbers of blocks. divergence: sum of `Level.divergence` over restored lossy blocks.
     """
 
     served: list[Served | None]
@@ -331,7 +329,7 @@ class EngineReplay:
     # -- blocks ---------------------------------------------------------------------------------------
 
     def _grow(self, request: _Request, length: int) -> bool:
-        """Take blocks until the request has `length`. Return False if stores hold too many of the pool's blocks."""
+        """Take blocks until the request has `length`. Return False, and take none, if too few are free."""
         more = length - len(request.blocks)
         if more > len(self._pool):
             return False

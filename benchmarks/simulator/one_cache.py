@@ -16,7 +16,7 @@ from manthan.policies import EvictionPolicy, PolicyOptions
 
 
 class _Marks:
-    """Marks of a pool's blocks: all KV is exact, as if computed without lossy KV before it."""
+    """Marks of a pool's blocks, which tell exact from lossy KV: here all KV is exact."""
 
     def __getitem__(self, block_id: int) -> Mark:
         return Mark.EXACT
@@ -80,7 +80,7 @@ def clairvoyant(requests: Sequence[TracedRequest], capacity: int, block_tokens: 
     kept: dict[bytes, int] = {}
     """Index of the next request that uses each kept block, by block hash; len(requests) if none does."""
     order: list[tuple[int, int, bytes]] = []
-    """Heap of kept blocks: next use and index within the last request, both negated, and hash. May be outdated."""
+    """Heap of (-next use, -index in the latest request with the block, block hash). Old entries contradict `kept`."""
     found = []
     for traced, uses in zip(requests, following, strict=True):
         most = traced.usable_blocks(block_tokens)

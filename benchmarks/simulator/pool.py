@@ -27,7 +27,7 @@ class SimulatedPool:
         self._saved: set[int] = set()
         """Saved blocks, free or not, and all of `_given_up`."""
         self._given_up: set[int] = set()
-        """Blocks that the manager gave up: in `_saved`, although a tier may have no copy, until a request uses them."""
+        """Blocks to overwrite next, although a tier may have no copy: in `_saved` until used, saved or forgotten."""
         self._users = [0] * blocks
         self._name: list[BlockName | None] = [None] * blocks
         self._cached: dict[BlockName, int] = {}

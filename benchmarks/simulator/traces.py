@@ -77,7 +77,7 @@ _Return = Annotated[float | None, Field(gt=0, le=LONGEST_S, allow_inf_nan=False,
 
 
 class MooncakeLine(BaseModel):
-    """Line of the traces published by the Mooncake project with the FAST'25 paper.
+    """Line of the traces that the Mooncake project published with its FAST'25 paper. Fields with defaults are added.
 
     A field's description completes the sentence "FIELD must be …".
     """
