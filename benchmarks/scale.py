@@ -1,8 +1,8 @@
 """Measure what a step, a request, a KV block and a garbage collection cost with a thousand sessions or a million.
 
 The heart (Manthan's session manager and its driver, called by vLLM's scheduler) is real. The engine is simulated,
-without model, KV or GPU. Each number of sessions is measured in a separate process: all sessions go cold (stored
-compressed), and then some are asked again, a few at a time.
+without model, KV or GPU. Each number of sessions is measured in a separate process: all sessions go cold (count as
+stored compressed), and then some are asked again, a few at a time.
 
     manthan bench scale [--sessions 1000,10000,100000,1000000] [--policy lru] [--out FOLDER]
     manthan bench scale --plot-only FOLDER/scale.json

@@ -68,8 +68,8 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
     machine = report["machine"]
     console.print(
         f"{machine['cpu']} ({machine['cores']} cores, load {machine['load']}), Python {machine['python']}; policy "
-        f"{report['arguments']['policy']}, {report['arguments']['running']} requests at a time; of "
-        f"{report['arguments']['repeats']} measurements the least and the most",
+        f"{report['arguments']['policy']}, {report['arguments']['running']} requests at a time; ranges of "
+        f"{report['arguments']['repeats']} measurements, least to most",
         soft_wrap=True,
     )
     console.print(make_table(report["runs"]))

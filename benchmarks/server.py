@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # By default vLLM's CPU build pins threads and leaves one core free, or two with a KV connector. On a machine of two
-    # cores, no core would be left for threads. Compared servers must have equally many, with or without a connector.
+    # cores, no core would be left. Compared servers must have equally many threads, with or without a connector.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),
     "NO_COLOR": "1",  # the log is read by programs
@@ -51,7 +51,7 @@ VERDICT = re.compile(
 def codec_used(log: Path) -> str:
     """Return a sentence on the codec in use at the end of an engine's log; empty for an engine without Manthan.
 
-    The guard measures codecs, and replaces one that is not faithful or too slow. The sentence has the last verdict.
+    The guard measures codecs, and replaces an unfaithful or slow codec. The sentence has the guard's last verdict.
     """
     text = log.read_text(errors="replace") if log.exists() else ""
     if not (began := BEGAN.findall(text)):

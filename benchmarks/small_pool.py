@@ -123,8 +123,8 @@ def metrics(server: VllmServer) -> dict[str, float]:
 
 def show(report: dict[str, Any]) -> Table:
     """Return a table of times to first token: percentiles of all, quartiles of the rounds' medians, and ratios."""
-    table = Table(caption=f"returns, time to first token in ms; load {report['machine']['load']}")
-    for column in ("", "p50", "its quartiles by round", "p99", "returns"):
+    table = Table(caption=f"time to first token of returns, ms; machine load {report['machine']['load']}")
+    for column in ("", "p50", "quartiles of rounds' p50", "p99", "returns"):
         table.add_column(column, justify="left" if not column else "right")
     arms = report["arms"]
     for name in (PLAIN, MANTHAN):

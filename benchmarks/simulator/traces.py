@@ -26,12 +26,12 @@ class TracedRequest(NamedTuple):
     """Request of a trace.
 
     at: arrival in seconds.
-    session: session id that the client sends with the request; None for none.
+    session: session id that the simulated client sends; None for none.
     hashes: block hashes of full blocks, first the prompt's, then the answer's as far as the trace has them.
     prompt_blocks: count of the prompt's hashes.
     expect_return_s, tool: the client's hints, if any.
     stop: reason why the answer ended, such as tool_use.
-    agent: session id in the trace, which the client does not send; empty for none.
+    agent: session id of the trace's line, which only benchmarks/agents_trace.py uses; empty for none.
     """
 
     at: float
