@@ -3,7 +3,7 @@
 A prefix's first tokens may be exact: their KV is kept without loss. Measured are, for each codec and each number of
 exact tokens: perplexity of a continuation, KL divergence between next-token distributions after exact and after decoded
 (decompressed) KV, tasks in contexts of several lengths, greedy answers, cosines between exact and decoded KV, and
-bytes. On engine `vllm`, Manthan stores and restores the prefix. On `transformers`, decoded KV replaces its exact KV.
+bytes. On engine `vllm`, Manthan stores and restores the prefix. On `transformers`, decoded KV replaces the exact KV.
 
     python benchmarks/quality.py MODEL [--text FILE] [--codec NAME,NAME] [--exact 0,4] [--engine vllm] [--profile FILE]
     python benchmarks/quality.py --plot-only FOLDER/quality.json

@@ -228,7 +228,7 @@ class Setting:
         return {"codec": {"name": name, "guard": False, **profile}}
 
     def store(self, arm: str, nbytes: int) -> dict[str, Any]:
-        """Return Manthan's options for an arm's store, with room for compressed KV that takes `nbytes` bytes in bf16."""
+        """Return Manthan's options for an arm's store, into which KV of `nbytes` bytes in bf16 fits compressed."""
         kind = {"disk-cached": "disk", "host-disk": "disk", "tiered": "redis"}.get(arm, arm)
         room = math.ceil(nbytes / (1 if self.shape.is_latent else LEAST_RATIO))
         store: dict[str, Any] = {"kind": kind, "max_bytes": room}
