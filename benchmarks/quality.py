@@ -1,9 +1,9 @@
 """Measure how compression changes a model's loss and answers, after a prefix with compressed and decompressed KV.
 
 A prefix's first tokens may be exact: their KV is kept without loss. Measured are, for each codec and each number of
-exact tokens: perplexity of a continuation, KL divergence between next-token distributions after exact and
-after decoded KV, tasks in contexts of several lengths, greedy answers, cosines between exact and decoded KV, and bytes.
-Engine `vllm` evicts and restores the prefix. With engine `transformers`, decoded KV replaces the KV cache.
+exact tokens: perplexity of a continuation, KL divergence between next-token distributions after exact and after decoded
+(decompressed) KV, tasks in contexts of several lengths, greedy answers, cosines between exact and decoded KV, and
+bytes. On engine `vllm`, Manthan stores and restores the prefix. On `transformers`, decoded KV replaces the exact KV.
 
     python benchmarks/quality.py MODEL [--text FILE] [--codec NAME,NAME] [--exact 0,4] [--engine vllm] [--profile FILE]
     python benchmarks/quality.py --plot-only FOLDER/quality.json
@@ -52,7 +52,7 @@ ANSWER = 48
 """Most tokens of a chat's answer."""
 SINKS = CodecConfig().sink_tokens
 PIECE, PIECES = 2048, 8
-"""Most tokens of a piece of the text that calibrates KVTC, and most pieces."""
+"""Most tokens of a piece of the text that calibrates KVTC (a published codec to compare with), and most pieces."""
 
 
 class On(StrEnum):
@@ -96,7 +96,7 @@ class Job:
     def _storage(self, stored: Sequence[Any] | None) -> Storage:
         """Return the mean storage of all pieces but tasks.
 
-        stored: for each piece, bytes of the prefix, and bytes of a session of LONG tokens; None for bf16.
+        stored: for each piece, bytes of the prefix, and of a session of LONG tokens (None if unknown); None for bf16.
         """
         if stored is None:
             return Storage.of_bf16(self.shape)
@@ -204,7 +204,7 @@ def with_vllm(
 ) -> tuple[dict[str, Any], list[Arm], dict[str, str]]:
     """Return results of successful arms by name, all arms, and errors of failed arms by name.
 
-    An arm is an engine with one setting. If the exact arm fails, there are no results, because all compare with it.
+    An arm is plain vLLM (the exact arm), or one setting. All are compared with the exact arm; if it fails, none counts.
     """
     from manthan.benchmarks.quality_vllm import SCRIPT, Questions, arm, read_scores, told
 
@@ -234,13 +234,13 @@ def main(
         str,
         typer.Option(help="Codecs, separated by commas. auto: Manthan's default; all: all that can encode the model."),
     ] = AUTO,
-    exact: Annotated[str, typer.Option(help="Counts of first tokens that stay exact, by comma.")] = str(SINKS),
+    exact: Annotated[str, typer.Option(help="Comma-separated numbers of exact first tokens.")] = str(SINKS),
     profile: Annotated[
         Path | None,
         typer.Option(help="Profile for calibrated codecs; by default the one in the cache folder."),
     ] = None,
     engine: Annotated[On | None, typer.Option(help="Default: all that are installed.")] = None,
-    prefix: Annotated[int, typer.Option(min=1, help="Tokens that go cold.")] = 1536,
+    prefix: Annotated[int, typer.Option(min=1, help="Tokens of a prefix, which goes cold.")] = 1536,
     continuation: Annotated[int, typer.Option(min=2, help="Tokens that follow; all but the first are scored.")] = 512,
     pieces: Annotated[int, typer.Option(min=1, help="Pieces of the text, at most.")] = 8,
     tasks: Annotated[str, typer.Option(help=f"Tasks of {', '.join(TASKS)}; all, or none.")] = ALL,
@@ -250,7 +250,7 @@ def main(
     document: Annotated[int, typer.Option(min=1, help="Tokens of the text that a chat is about.")] = 1700,
     block_size: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32 on a CPU, 16 on a GPU.")] = 0,
     kl_top: Annotated[int, typer.Option(min=1, help="On vLLM: count of likeliest tokens that KL tells apart.")] = 1024,
-    dtype: Annotated[Dtype, typer.Option(help="Of the compute with Transformers; KV is bf16.")] = Dtype.bfloat16,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of Transformers' compute; KV is bf16.")] = Dtype.bfloat16,
     seed: Annotated[int, typer.Option(help="Seed of the tasks.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that an engine may take.")] = 1800,
     lm_eval: Annotated[str, typer.Option(help="Measure only these tasks of lm-eval, on a server.")] = "",

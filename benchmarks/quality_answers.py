@@ -1,4 +1,4 @@
-"""Agreement of a chat's later greedy answer with its hot answer, for which the whole prompt was computed."""
+"""Agreement of two greedy answers of a chat: hot (the whole prompt was computed), and later (its KV was reused)."""
 
 import statistics
 from collections.abc import Sequence

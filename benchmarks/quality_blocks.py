@@ -28,7 +28,7 @@ class Returned(NamedTuple):
 class CodedPrefix:
     """Blocks of a prefix, encoded and decoded by a codec: once for each number of exact tokens that is asked for.
 
-    form: format of a block of the codec. kv: KV of the prefix, full blocks from position 0. threads: pool that encodes.
+    form: format of the codec's blocks. kv: KV of the prefix, full blocks from position 0. threads: run the codec.
     """
 
     def __init__(self, form: BlockFormat, kv: KV, threads: ThreadPoolExecutor) -> None:
@@ -48,8 +48,8 @@ class CodedPrefix:
     def long_nbytes(self, setting: Setting) -> float:
         """Return the estimated bytes of a session of LONG tokens.
 
-        A block counts as the mean of the prefix's blocks with equally many exact tokens. If there are none, the
-        prefix's last block is encoded with this number of exact tokens.
+        A block counts with the mean bytes of the prefix's blocks that have the same number of exact tokens. If there
+        are none, the prefix's last block is encoded with this number of exact tokens.
         """
         sizes: dict[int, list[int]] = {}
         counts = self._counts(setting)

@@ -1,7 +1,7 @@
-"""Run unchanged tasks of lm-eval twice on a server with Manthan: prompts are computed first, and restored next.
+"""Run unchanged tasks of lm-eval on a server with Manthan, in two passes: prompts are computed, and then restored.
 
 lm-eval (the lm-evaluation-harness of EleutherAI) sends the requests. Each prompt has a session id of its own, so that
-its second request restores the first request's blocks. Between both passes sessions go cold (Manthan stores all their
+its second request restores the first request's blocks. Between the passes sessions go cold (Manthan stores all their
 full blocks compressed), and vLLM's prefix cache is emptied. Only tasks that generate text are of use: for
 log-probabilities of a prompt, vLLM computes the whole prompt again.
 """
@@ -32,12 +32,12 @@ def evaluate(model: str, tasks: str, data: Path | None, codec: str, limit: int, 
 
     Args:
         tasks: names, separated by commas.
-        data: cache of Hugging Face with the tasks' data, and tasks' YAML files, if any. None: the default cache.
+        data: Hugging Face cache with the tasks' data, and possibly YAML files of tasks. None: the default cache.
         limit: documents of each task; 0 for all.
 
     Raises:
-        QualityError: lm-eval is not installed, does not know a task, or lacks the data.
-        ServerError: The server did not start or died.
+        QualityError: lm-eval is not installed, does not know a task, or failed; or `data` is no folder.
+        ServerError: The server did not start, died or did not settle.
     """
     if missing := [name for name in ("lm_eval", "tenacity") if find_spec(name) is None]:
         raise QualityError(

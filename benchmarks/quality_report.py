@@ -1,4 +1,4 @@
-"""Show results of quality.py as tables and as a plot. An arm has the results of a setting on an engine."""
+"""Show results of quality.py as tables and as a plot. An arm is a setting or a baseline (EXACT), on an engine."""
 
 import math
 import statistics
@@ -40,9 +40,9 @@ class Mean(NamedTuple):
 class Row:
     """Figures of an arm.
 
-    nll: negative log-likelihood, nats per token. added: `nll` less the exact arm's, mean over differences of pieces.
-    kl, top1: see `Figures`. tasks: recall by name of the task and length of the context. cosines: of keys and of
-    values, between exact and decoded vectors. storage: fields of `Storage`.
+    nll: negative log-likelihood, nats per token. added: mean of a piece's `nll` less that of the exact arm. kl, top1:
+    see `Figures`. tasks: recall by name of the task and length of the context. cosines: means for keys and for values,
+    between exact and decoded vectors; None if not measured. storage: fields of `Storage`.
     """
 
     name: str
@@ -73,7 +73,7 @@ def _row(name: str, arm: dict[str, Any], exact: list[dict[str, Any]]) -> Row:
     for found in arm["pieces"]:
         if found["task"]:
             tasks.setdefault((found["task"], found["context"]), []).append(found["recall"])
-    coded = zip(arm.get("cosines", []), arm["pieces"], strict=False)  # only codecs' arms have cosines
+    coded = zip(arm.get("cosines", []), arm["pieces"], strict=False)  # only settings with Transformers have cosines
     cosines = [pair for pair, found in coded if not found["task"]]
     return Row(
         name,
@@ -89,7 +89,7 @@ def _row(name: str, arm: dict[str, Any], exact: list[dict[str, Any]]) -> Row:
 
 
 class Difference(NamedTuple):
-    """Figures of a setting on vLLM less its figures with Transformers, mean over pieces that both have."""
+    """Figures of an arm on vLLM less its figures with Transformers, mean over the text's pieces that both have."""
 
     name: str
     added: Mean
@@ -97,7 +97,7 @@ class Difference(NamedTuple):
 
 
 def differences(report: dict[str, Any]) -> list[Difference]:
-    """Return a difference for each setting that both engines have, without the exact arm."""
+    """Return a difference for each arm that both engines have, but the exact arm."""
     vllm, plain = (report["arms"].get(engine, {}) for engine in ("vllm", "transformers"))
     found = []
     for name in (name for name in vllm if name in plain and name != EXACT):

@@ -1,4 +1,4 @@
-"""Distance of a model's predictions after a decoded prefix from the predictions after the exact prefix."""
+"""Distance of a model's predictions after a prefix's decompressed KV from its predictions after the exact KV."""
 
 from typing import Any, NamedTuple, Self
 
@@ -17,10 +17,10 @@ Floats = NDArray[np.floating[Any]]
 class Figures(NamedTuple):
     """Figures of a piece, means over scored tokens.
 
-    nll: negative log-likelihood, nats. kl: Kullback-Leibler divergence KL(exact || found), nats, between the next
+    nll: negative log-likelihood, nats. kl: Kullback-Leibler divergence KL(exact || measured), nats, between the next
     token's distributions after the exact prefix and after the measured prefix. top1: share of positions at which both
-    have the same likeliest token. recall: share of the answers' tokens that are the likeliest; None for a piece of a
-    text. task, context: the piece's.
+    have the same likeliest token. recall: share of the answers' tokens that are likeliest after the measured prefix;
+    None for a piece of a text. task, context: the piece's.
     """
 
     nll: float
@@ -41,7 +41,8 @@ class Figures(NamedTuple):
     ) -> Self:
         """Return the means of a piece's arrays, each [scored tokens].
 
-        same: True where both distributions have the same likeliest token. right: True where it is the actual token.
+        same: True where both distributions have the same likeliest token. right: True where the measured distribution's
+        likeliest token is the actual token.
         """
         recall = float(right[np.array(piece.values) - 1].mean()) if piece.values else None
         return cls(float(nll.mean()), float(kl.mean()), float(same.mean()), recall, piece.task, piece.context)
@@ -73,9 +74,8 @@ def kl_of_top(
 ) -> NDArray[np.float64]:
     """Return KL(exact || second) [n], nats, of two distributions that are known for their k likeliest tokens.
 
-    Tokens that both know count singly, and all remaining tokens as one bucket.
-    Joining outcomes never adds divergence (the data processing inequality), so the result is a lower bound; with k =
-    vocabulary the bound is exact.
+    Tokens known in both count singly, and all remaining tokens as one bucket. Joining outcomes never adds divergence
+    (the data processing inequality), so the result is a lower bound; with k = vocabulary the bound is exact.
     """
     n = np.arange(len(ids))[:, None]
     p, q = (np.full((len(ids), vocabulary), -np.inf) for _ in range(2))

@@ -145,8 +145,8 @@ def parse_settings(
 ) -> list[Setting]:
     """Return a setting for each codec in `codecs` with each number of exact tokens in `exact`, both split at commas.
 
-    Codec AUTO is Manthan's default. ALL stands for all registered codecs that can encode vectors of `head_dim` numbers
-    with these facts. profile: path of the facts' profile. Raises QualityError.
+    Codec AUTO is CALIBRATED if the facts have a profile, and else PLAIN. ALL stands for all registered codecs that can
+    encode vectors of `head_dim` numbers with these facts. profile: path of the facts' profile. Raises QualityError.
     """
     try:
         names = _able(head_dim, facts) if codecs == ALL else _named(codecs, head_dim, facts)
@@ -163,9 +163,7 @@ PEERS = ("kvarn", "turboquant-3bit", "turboquant-4bit", "kvtc-2bit", "kvtc-4bit"
 
 
 def _register_peers() -> None:
-    """Register the peers' references as codecs of this process. Raises CodecError if the references are not
-    installed.
-    """
+    """Register PEERS, references of published codecs, in this process. Raises CodecError without their modules."""
     try:
         from manthan.benchmarks.peers.formats import FP8, NVFP4
         from manthan.benchmarks.peers.kvarn import KVARN
@@ -177,7 +175,7 @@ def _register_peers() -> None:
 
 
 def _named(codecs: str, head_dim: int, facts: ModelFacts) -> list[str]:
-    """Return the names in `codecs`, without AUTO. Raises CodecError for a codec that cannot encode the vectors."""
+    """Return the names in `codecs`, AUTO resolved. Raises CodecError for a codec that cannot encode the vectors."""
     auto = CALIBRATED if facts.profile else PLAIN
     names = [auto if name.strip() == AUTO else name.strip() for name in codecs.split(",")]
     if not set(PEERS).isdisjoint(names):
@@ -234,7 +232,7 @@ class Storage:
 def long_nbytes(setting: Setting, nbytes: float, tokens: int, block_size: int, shape: Shape) -> float | None:
     """Return the estimated bytes of a session of LONG tokens, from the `nbytes` bytes of a prefix of `tokens` tokens.
 
-    Exact tokens count as bf16, and the rest by the prefix's mean. Return None if all tokens of the prefix are exact.
+    Exact tokens count as bf16, and lossy tokens as the mean lossy token of the prefix. Return None if it has none.
     """
     raw = 2 * shape.token_numbers
     exact, long_exact = (int(setting.exact_tokens(n // block_size, block_size).sum()) for n in (tokens, LONG))

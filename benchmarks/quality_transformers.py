@@ -1,6 +1,6 @@
-"""Quality with Transformers instead of vLLM: decoded KV replaces a prefix's KV cache, and the model continues.
+"""Measure quality with Transformers, not vLLM: decoded (decompressed) KV replaces a prefix's KV, and the model goes on.
 
-The KV is encoded and decoded in full blocks, as in the cold store. A prefix is computed once for all settings.
+The KV is encoded and decoded in full blocks, as in Manthan's cold store. A prefix is computed once for all settings.
 """
 
 import itertools
@@ -52,8 +52,8 @@ class Reader:
 
     @torch.inference_mode()
     def measure(self, pieces: Sequence[Piece], settings: Sequence[Setting], step: Callable[[], None]) -> dict[str, Any]:
-        """Return results by arm: {"pieces": figures of each piece, "cosines": [keys', values'] of each piece, "stored":
-        for each piece, bytes of the prefix and of a session of LONG tokens}.
+        """Return results by arm: {"pieces": figures of each piece, "cosines": mean cosine of keys and of values of each
+        piece, "stored": for each piece, bytes of the prefix and of a session of LONG tokens}.
 
         Arms EXACT, RECOMPUTED and LAST_BIT have only "pieces"; RECOMPUTED lacks tasks. step: called for each piece and
         setting.
@@ -84,8 +84,8 @@ class Reader:
         """Return results by arm: {"answers": [{"hot": token ids, "later": token ids} of each chat]}.
 
         hot: greedy answer after the computed prompt, at most `tokens` tokens. later: greedy answer after decoded KV of
-        the prompt's full blocks, up to the first difference from `hot`. Arm EXACT has exact KV. step: called for each
-        chat.
+        the prompt's full blocks, up to and with the first token that differs from `hot`. Arm EXACT has exact KV. step:
+        called for each chat.
         """
         found: dict[str, Any] = {name: {"answers": []} for name in (EXACT, *(setting.name for setting in settings))}
         for chat in chats:
@@ -138,7 +138,7 @@ class Reader:
         )._asdict()
 
     def _coded(self, kv: KV, settings: Sequence[Setting]) -> Iterator[tuple[Setting, CodedPrefix]]:
-        """Yield each setting with the prefix's encoded blocks, which settings of the same codec in a row share."""
+        """Yield each setting with the prefix's encoded blocks, which consecutive settings of a codec share."""
         shape = self._shape
         block = BlockShape(shape.layers, shape.heads, self._block_size, shape.head_dim)
         for codec, group in itertools.groupby(settings, lambda setting: setting.codec):
@@ -156,7 +156,7 @@ class Reader:
     def _generate(
         self, prompt: list[int], cache: DynamicCache, tokens: int, like: Sequence[int] | None = None
     ) -> list[int]:
-        """Return the greedy continuation of a prompt, up to the first difference from `like`. The cache grows."""
+        """Return the greedy continuation of a prompt, up to its first difference from `like`. The cache grows."""
         found: list[int] = []
         while len(found) < tokens and (like is None or found == like[: len(found)]):
             logits = self._model(self._tensor(found[-1:] or prompt), past_key_values=cache, logits_to_keep=1).logits

@@ -1,7 +1,7 @@
-"""Quality on vLLM. A prefix is sent, goes cold (all its full blocks are stored compressed), and is restored for a
-prompt with a continuation, whose tokens are scored. Chats are answered, go cold, and are answered again.
+"""Measure quality on vLLM. A prefix is sent, goes cold (all its full blocks are stored compressed), and is restored for
+a prompt with a continuation, whose tokens are scored. Chats are answered, go cold, and are answered again.
 
-An arm is an engine with one setting, in a process that runs this file. `arms.run_arm` starts the process.
+An arm is plain vLLM, where nothing goes cold, or vLLM with one setting of Manthan. Each arm's process runs this file.
 """
 
 import asyncio
@@ -53,9 +53,9 @@ async def measure(
 ) -> dict[str, Any]:
     """Score the rest of each piece after its prefix, and answer each chat twice. Scores are files in `folder`.
 
-    ours: True if Manthan restores the prefix; otherwise vLLM's prefix cache has it, and pieces of a text are also
-    scored without any cache. exact: expected number of blocks with exact tokens, by length of a prefix. The result has,
-    with Manthan, bytes of each prefix in the store as "stored".
+    ours: True if Manthan restores the prefix; otherwise vLLM's prefix cache has it, and pieces of a text (not of tasks)
+    are also scored without any cache. exact: with Manthan, expected number of blocks with exact tokens (kept without
+    loss), by length of a prefix. The result then has the bytes of each prefix in the store as "stored".
     """
     cached, stored = [], []
     for number, piece in enumerate(pieces):
@@ -104,7 +104,7 @@ async def _answer_twice(engine: Engine, chat: dict[str, Any], ours: bool, number
     session, what = f"chat-{number}", f"chat {number}"
     if ours:
         await engine.until_cold()
-    cold = engine.sessions("cold")  # an earlier chat has two if its answers differ
+    cold = engine.sessions("cold")  # an earlier chat has two cold sessions if its answers differ
     hot, first = await _answer(engine, chat, session, "hot")
     check(first, engine.options.block_size, cached=False, external=False, what=f"{what}, at first")
     if ours:
@@ -132,7 +132,7 @@ async def _answer(engine: Engine, chat: dict[str, Any], session: str, when: str)
     prompt = {"prompt_token_ids": chat["prompt"], "cache_salt": session}
     async for output in engine._llm.generate(prompt, params, f"{session}-{when}", session_id=session):
         found = output
-    await asyncio.sleep(POLL_S)  # the step's metrics come with its outputs
+    await asyncio.sleep(POLL_S)  # vLLM updates a step's metrics after it hands out the outputs
     external = engine.metrics("external_prefix_cache_hits_total") - external
     answer = Answer(0.0, len(chat["prompt"]), found.num_cached_tokens or 0, round(external))
     return list(found.outputs[0].token_ids), answer
@@ -170,7 +170,7 @@ async def _score(
         {"prompt_token_ids": tokens}, params, f"{file.stem}-scored", session_id=session
     ):
         found = output
-    await asyncio.sleep(POLL_S)  # the step's metrics come with its outputs
+    await asyncio.sleep(POLL_S)  # vLLM updates a step's metrics after it hands out the outputs
     external = engine.metrics("external_prefix_cache_hits_total") - external
     flat = found.prompt_logprobs
     start = flat.start_indices[-scored]  # uncomputed tokens have no scores
@@ -209,7 +209,7 @@ def main(job_file: Path) -> None:
 
 
 def check_settings(settings: list[Setting]) -> None:
-    """Raise QualityError for a setting that vLLM cannot run: a peer's codec, or values invalid in Manthan's options."""
+    """Raise QualityError for a setting that vLLM cannot run: a codec of PEERS, or values that Manthan refuses."""
     from manthan.manager.config.resolve import ConfigError, resolve_config
 
     for setting in settings:
@@ -248,7 +248,7 @@ class Questions:
         return pieces + sum(len(chat.prompt) + self.answer for chat in self.chats)
 
     def parameters(self, block_size: int) -> dict[str, Any]:
-        """Return the questions as JSON."""
+        """Return the questions and `top` as keyword arguments of `measure`, in types of JSON."""
         pieces = [{"prefix": piece.prefix, "rest": piece.rest, "task": piece.task} for piece in self.pieces]
         chats = [
             {"prompt": chat.prompt, "prefix": chat.prefix(block_size), "tokens": self.answer} for chat in self.chats
@@ -285,9 +285,9 @@ def arm(setting: Setting | None, model: str, shape: Shape, block_size: int, aske
 
 
 def read_scores(folder: Path, names: list[str], pieces: list[Piece], vocabulary: int) -> dict[str, Any]:
-    """Return {name of an arm: {"pieces": figures of each piece}}, also for RECOMPUTED.
+    """Return {name of an arm: {"pieces": figures of each piece}}, also for RECOMPUTED, which lacks tasks' pieces.
 
-    folder: has a subfolder with scores for each arm. names: names of arms, first EXACT.
+    folder: has a subfolder with scores for each arm. names: names of arms; the first is EXACT.
     """
 
     def top(name: str, file: str) -> Top:
@@ -310,8 +310,8 @@ def read_scores(folder: Path, names: list[str], pieces: list[Piece], vocabulary:
 def told(
     result: dict[str, Any], setting: Setting | None, asked: Questions, block_size: int, shape: Shape
 ) -> dict[str, Any]:
-    """Return an arm's results but the scores. answers: each cut after its end token. stored: for each piece, bytes of
-    the prefix and of a session of LONG tokens.
+    """Return an arm's results without the scores. answers: each cut after its end token. stored: for each piece, bytes
+    of the prefix and estimated bytes of a session of LONG tokens.
     """
     answers = [
         {name: chat.answer(tokens) for name, tokens in answer.items()}

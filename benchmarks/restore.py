@@ -1,10 +1,10 @@
 """Measure the time until a returning session answers, and the number of sessions whose KV is kept.
 
-Latency: time to the first token of a session return. The session's KV is in vLLM's prefix cache (arm hot), recomputed
-(recompute), in vLLM's CPU offload, or in a store of Manthan. Arms on Redis and on disk run only if `--arms` names them.
-Before each session return, arm disk drops the store's files from the page cache, and arm disk-cached does not. Arm
-host-disk has all blocks in RAM, too. Capacity: number of sessions kept in the same number of bytes. Each arm is a
-separate engine. For latency, a prompt whose KV came from an unexpected source is an error.
+Latency: time to the first token of a session return (a prompt sent again). The prompt's KV is in vLLM's prefix cache
+(arm hot), recomputed (recompute), in vLLM's CPU offload, or compressed in a store of Manthan. Arms on Redis and on disk
+run only if `--arms` names them. Before each session return, arm disk drops the store's files from the page cache, and
+arm disk-cached does not. Arm host-disk has all blocks in RAM, too. Capacity: number of sessions kept in a budget of
+bytes. Each arm is a separate engine. A latency arm fails if a return's KV came from an unexpected source.
 
     python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device,redis,disk]
         [--codecs wht-5x,klt-8x] [--profile FILE] [--shape gemma3-12b] [--layers 24]
@@ -41,13 +41,13 @@ from manthan.benchmarks.shapes import DEFAULT, PUBLIC, Shape, write_model
 from manthan.codec.registry import needs_profile
 
 SESSIONS = 3
-"""Sessions asked in turn. The pool has room for POOL_SESSIONS, so that each is overwritten before it is asked again."""
+"""Sessions of a latency arm. The pool has room for POOL_SESSIONS, so that the others' requests overwrite a session."""
 POOL_SESSIONS = 1.3
 SPARE_POSITIONS = 64
 KEPT_SHARE = 0.95
 GONE_SHARE = 0.01
 LEAST_RATIO, MOST_RATIO = 4.0, 5.2
-"""Least and most expected compression ratio: the least for stores of latency arms, the most for sessions to ask."""
+"""Expected compression ratios. LEAST_RATIO gives the room of a store, MOST_RATIO the sessions of a capacity arm."""
 HOT_POOL_SHARE = 0.1
 DEFAULT_BLOCK = 16
 MANTHAN = {"policy": "lru", "idle": 0.3}
@@ -66,7 +66,8 @@ class Only(StrEnum):
 def check(answer: Answer, block_size: int, *, cached: bool, external: bool, what: str) -> None:
     """Raise WrongPathError if the KV of an answer's prompt came from an unexpected source.
 
-    cached: True if full blocks must not be computed. external: True if full blocks must come from beyond the pool.
+    cached: True if at least KEPT_SHARE of the full blocks must be reused; False if at most GONE_SHARE may be.
+    external: True if at least KEPT_SHARE of the full blocks must come from outside the pool; False if none may.
     """
     full = (answer.prompt_tokens - 1) // block_size * block_size  # the last token is always computed
     right = answer.cached_tokens >= KEPT_SHARE * full if cached else answer.cached_tokens <= GONE_SHARE * full
@@ -89,10 +90,10 @@ async def measure_latency(
     seed: int,
     forgotten: str = "",
 ) -> dict[str, Any]:
-    """Return the answers of `returns` + 1 session returns, the first as a warm-up.
+    """Return the answers of `returns` + 1 session returns as "returns". The first is a warm-up.
 
-    In Manthan's arms, each session is asked again at once; these answers are "hot". forgotten: folder whose files are
-    dropped from the page cache before each session return; empty for none.
+    Manthan's arms send each return's prompt again at once, and have these answers as "hot". forgotten: folder whose
+    files are dropped from the page cache before each return; empty for none.
     """
     sessions = [random_tokens(seed, index, tokens, vocabulary) for index in range(SESSIONS)]
     if arm == "hot":
@@ -120,7 +121,7 @@ async def measure_latency(
 
 
 def forget(folder: Path) -> None:
-    """Drop the folder's files from the page cache. They must be synced."""
+    """Drop the folder's files from the page cache. The files must be synced to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
@@ -131,7 +132,7 @@ def forget(folder: Path) -> None:
 async def _ask_again(
     engine: Engine, report: Report, sessions: Sequence[list[int]], returns: int
 ) -> list[dict[str, Any]]:
-    """Return `returns` + 1 answers from the pool: each session in turn enters the pool, and is asked again at once."""
+    """Return `returns` + 1 answers from the pool. Before a session's answers, one request puts its KV into the pool."""
     answers: list[Answer] = []
     put = -1
     for number in range(returns + 1):
@@ -148,9 +149,9 @@ async def _ask_again(
 async def measure_capacity(
     engine: Engine, report: Report, *, sessions: int, tokens: int, vocabulary: int, seed: int
 ) -> dict[str, Any]:
-    """Ask all sessions in turn, wait until Manthan has no idle session left, and ask all again, newest first.
+    """Ask all sessions in turn, wait until Manthan has saved or dropped all, and ask all again, newest first.
 
-    Return the later answers, and the number of sessions kept: KEPT_SHARE of the full blocks were not computed again.
+    Return the later answers, and the number of sessions kept: at least KEPT_SHARE of a kept session was not computed.
     """
     prompts = [random_tokens(seed, index, tokens, vocabulary) for index in range(sessions)]
     for index, prompt in enumerate(prompts):
@@ -200,7 +201,7 @@ class Setting:
     def engine(self, tokens: int, pool_sessions: float, **more: Any) -> EngineOptions:
         """Return options of an engine for sessions of `tokens` tokens.
 
-        The pool has room for `pool_sessions` sessions, and at least for the longest request and two blocks.
+        The pool has room for `pool_sessions` sessions, and at least for the longest request and two more blocks.
         """
         longest = tokens + SPARE_POSITIONS
         return EngineOptions(
@@ -218,8 +219,8 @@ class Setting:
     def codec(self, name: str) -> dict[str, Any]:
         """Return Manthan's options for the codec; for an empty name, the default codec.
 
-        The guard would choose a finer codec, because no profile fits random prompts. The guard is therefore off, except
-        for the default codec with a model's own weights.
+        The guard measures a codec's error, and may choose a finer codec. The guard is therefore off, except for the
+        default codec with a model's own weights.
         """
         if not name:
             return {} if self.weights else {"codec": {"guard": False}}
@@ -227,7 +228,7 @@ class Setting:
         return {"codec": {"name": name, "guard": False, **profile}}
 
     def store(self, arm: str, nbytes: int) -> dict[str, Any]:
-        """Return Manthan's options for an arm's store, with room for `nbytes` bytes of bf16 KV after compression."""
+        """Return Manthan's options for an arm's store, into which KV of `nbytes` bytes in bf16 fits compressed."""
         kind = {"disk-cached": "disk", "host-disk": "disk", "tiered": "redis"}.get(arm, arm)
         room = math.ceil(nbytes / (1 if self.shape.is_latent else LEAST_RATIO))
         store: dict[str, Any] = {"kind": kind, "max_bytes": room}
@@ -243,7 +244,7 @@ class Setting:
 
 
 def latency_arm(name: str, setting: Setting, codec: str = "") -> Arm:
-    """Return a latency arm. vLLM's offload or the store has room for all sessions and one more."""
+    """Return a latency arm. The store, or vLLM's offload, has room for all sessions and one more."""
     label = f"{name} {codec}" if codec else name
     nbytes = (SESSIONS + 1) * setting.tokens * setting.shape.token_nbytes
     more: dict[str, Any] = {}
@@ -297,7 +298,7 @@ def capacity_arm(name: str, setting: Setting) -> Arm:
 def chosen_arms(only: Only | None, names: str, setting: Setting, codecs: str = "") -> list[Arm]:
     """Return the named arms; without names, all but NAMED. Raises BadParameter for unknown names.
 
-    codecs: names of codecs, with commas between; latency arm host runs once with each.
+    codecs: names of codecs, with commas between. Latency arm host runs once with each, even if not named.
     """
     wanted = {name.strip() for name in names.split(",")} if names else {*LATENCY, *CAPACITY}
     known = (*LATENCY, *NAMED, "plain")
@@ -312,7 +313,7 @@ def chosen_arms(only: Only | None, names: str, setting: Setting, codecs: str = "
 
 
 def made_up(folder: Path, shape: str, layers: int) -> Path:
-    """Return `folder` with a written model of a public model's shape, without weights. Raises BadParameter."""
+    """Write a model of a public model's shape, without weights, into `folder`. Return `folder`. Raises BadParameter."""
     if shape not in PUBLIC:
         raise typer.BadParameter(f"--shape is {shape}; there are {', '.join(PUBLIC)}")
     try:
@@ -329,7 +330,7 @@ def main(
     capacity_sessions: Annotated[int, typer.Option(help="The budget: bytes of this number of bf16 sessions.")] = 16,
     only: Annotated[Only | None, typer.Option(help="One of the two measurements.")] = None,
     arms: Annotated[str, typer.Option(help="Run only these arms, with commas between.")] = "",
-    codecs: Annotated[str, typer.Option(help="Arm host with each of these codecs, by comma.")] = "",
+    codecs: Annotated[str, typer.Option(help="Codecs to run arm host with, separated by commas.")] = "",
     profile: Annotated[Path | None, typer.Option(help="Profile for calibrated codecs, or `made-up`.")] = None,
     model: Annotated[Path | None, typer.Option(help="Folder with a config.json, instead of a shape.")] = None,
     shape: Annotated[str, typer.Option(help=f"Shape of a public model: {', '.join(PUBLIC)}.")] = DEFAULT,
@@ -339,10 +340,10 @@ def main(
     batched_tokens: Annotated[int, typer.Option(help="Most tokens that vLLM computes in a step.")] = 8192,
     eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs.")] = False,
     simple_offload: Annotated[
-        bool, typer.Option("--simple-offload", help="vllm-offload with VLLM_USE_SIMPLE_KV_OFFLOAD (no /dev/shm).")
+        bool, typer.Option("--simple-offload", help="Arm vllm-offload uses VLLM_USE_SIMPLE_KV_OFFLOAD, not /dev/shm.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the token ids.")] = 0,
-    redis_url: Annotated[str, typer.Option(help="A running server, for the arms in Redis; else one is started.")] = "",
+    redis_url: Annotated[str, typer.Option(help="Running server for arms on Redis; if empty, one is started.")] = "",
     disk_folder: Annotated[Path, typer.Option(help="Folder on the disk to be measured, for arms on disk.")] = Path(),
     timeout: Annotated[float, typer.Option(help="Seconds that an arm may take.")] = 300,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot and logs.")] = OUT,

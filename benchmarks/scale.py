@@ -1,8 +1,8 @@
-"""Measure what a step, a request, a block and a garbage collection cost with a thousand sessions or a million.
+"""Measure what a step, a request, a KV block and a garbage collection cost with a thousand sessions or a million.
 
 The heart (Manthan's session manager and its driver, called by vLLM's scheduler) is real. The engine is simulated,
-without model, KV or GPU. Each number of sessions is measured in a separate process: all sessions go cold (stored
-compressed), and then some are asked again, a few at a time.
+without model, KV or GPU. Each number of sessions is measured in a separate process: all sessions go cold (count as
+stored compressed), and then some are asked again, a few at a time.
 
     manthan bench scale [--sessions 1000,10000,100000,1000000] [--policy lru] [--out FOLDER]
     manthan bench scale --plot-only FOLDER/scale.json
@@ -35,15 +35,15 @@ PAGE_NBYTES = 4096
 def scale(
     context: typer.Context,
     files: Annotated[list[Path] | None, typer.Argument(help="With --plot-only: a report.")] = None,
-    sessions: Annotated[str, typer.Option(help="Numbers of sessions, by comma.")] = "1000,10000,100000,1000000",
+    sessions: Annotated[str, typer.Option(help="Comma-separated numbers of sessions.")] = "1000,10000,100000,1000000",
     tokens: Annotated[
-        int, typer.Option(min=512, help=f"Of a session; at most {SHORT_TOKENS} with more than {MOST_LONG:,}.")
+        int, typer.Option(min=512, help=f"Tokens of a session; at most {SHORT_TOKENS} for more than {MOST_LONG:,}.")
     ] = 8192,
     policy: Annotated[str, typer.Option(help="Policy, such as lru or returns.")] = "lru",
     running: Annotated[int, typer.Option(min=1, help="Requests that run at a time.")] = 8,
     steps: Annotated[int, typer.Option(min=300, help="Steps of a measurement.")] = 3000,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements; the best counts.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the order of sessions.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements; the best must meet the goals.")] = 5,
+    seed: Annotated[int, typer.Option(help="Seed of the order of sessions.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for JSON and plot.")] = Path("build", "benchmarks"),
     plot_only: Annotated[bool, typer.Option("--plot-only", help="Show and plot a report again.")] = False,
 ) -> None:
@@ -80,7 +80,7 @@ def read_numbers(text: str) -> list[int]:
 def measure(
     sessions: int, tokens: int, policy: str, running: int, steps: int, repeats: int, seed: int
 ) -> dict[str, Any]:
-    """Return times and memory with `sessions` sessions; times for each of `repeats` repeats."""
+    """Return memory and times with `sessions` sessions. "repeats" has the times of each of `repeats` measurements."""
     began = time.monotonic()
     gc.collect()
     gc.freeze()  # as vLLM does when an engine has started

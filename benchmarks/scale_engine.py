@@ -1,8 +1,8 @@
 """Run Manthan's heart on a simulated engine, to time the heart alone. There is no model, no KV and no stored byte.
 
 The heart is the session manager and its driver, which vLLM's scheduler calls. The KV pool is the simulator's. The tier,
-which keeps compressed blocks, takes each store within a step. Timed are the scheduler's calls for a request and for a
-step, in CPU time of this thread, so that other processes do not count.
+a memory for compressed blocks, is simulated, too: blocks are saved within a step. Timed are the scheduler's calls for a
+request and for a step, in CPU time of this thread, so that other processes do not count.
 """
 
 import random
@@ -37,7 +37,7 @@ IDLE_AFTER_S = 2.0
 ENOUGH = 1 << 60
 """Bytes of a tier that never fills up."""
 WHOLE = 64
-"""Number of sessions, the last ones made, that `fill` makes by requests. The pool holds about this number."""
+"""Number of sessions that `fill` makes by requests: the last ones. The pool holds this number, of 8,192 tokens each."""
 AT_ONCE = 64  # most sessions that `fill` makes at a time without requests
 STEP_S = 0.02
 FILL_S = 0.05
@@ -68,7 +68,7 @@ class Times(NamedTuple):
 
 
 class Heart:
-    """Heart of an engine with simulated sessions, made in turn and then asked again by a few requests at a time.
+    """Heart of an engine with simulated sessions, which are made, and then asked again by a few requests at a time.
 
     Args:
         tokens: tokens of each session when it is made.
@@ -90,7 +90,7 @@ class Heart:
         self.sessions = 0
         """Number of sessions made."""
         self.longest_ns = 0
-        """Nanoseconds of the longest call that entered blocks of new sessions. The longest enlarges the table."""
+        """Nanoseconds of the longest call that entered blocks in `_adopt`. That call enlarges the table of blocks."""
         self._lengths: dict[int, int] = {}
         """Number of blocks of each session that was asked again, by session number."""
         self._seed, self._ids, self._chance = seed, count(), random.Random(seed)
@@ -221,10 +221,10 @@ class Heart:
         self._sent = work.stores
 
     def serve(self, steps: int, running: int, is_full: bool = True) -> Times:
-        """Ask random sessions again, `running` at a time, and return the times of each step and each request.
+        """Ask random sessions again, `running` at a time. Return times of each step and of each request that ended.
 
         A prompt is the session and one more block. The answer has ANSWER_BLOCKS blocks, one for each BLOCK_TOKENS
-        steps. is_full: True for a full tier, as in a server after a long run: a store needs dropped blocks' room.
+        steps. is_full: True for a full tier, as after a long run: each new block needs the room of a dropped one.
         """
         self.manager.budget_nbytes = self.manager.blocks.taken_nbytes if is_full else ENOUGH
         times, slots = Times([], []), self._running

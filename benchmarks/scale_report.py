@@ -17,7 +17,7 @@ SHARES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 class Goal(NamedTuple):
     """Bound on a figure of a run. what: name of the figure. is_least: True if figures from `bound` up meet the goal.
 
-    at, tokens: number of sessions, and tokens of each, for which the goal holds.
+    at, tokens: number of sessions, and tokens of each session, in the runs that must meet the goal.
     """
 
     what: str
@@ -68,8 +68,8 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
     machine = report["machine"]
     console.print(
         f"{machine['cpu']} ({machine['cores']} cores, load {machine['load']}), Python {machine['python']}; policy "
-        f"{report['arguments']['policy']}, {report['arguments']['running']} requests at a time; of "
-        f"{report['arguments']['repeats']} measurements the least and the most",
+        f"{report['arguments']['policy']}, {report['arguments']['running']} requests at a time; ranges of "
+        f"{report['arguments']['repeats']} measurements, least to most",
         soft_wrap=True,
     )
     console.print(make_table(report["runs"]))

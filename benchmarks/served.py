@@ -19,7 +19,7 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 @dataclass(frozen=True)
 class Session:
-    """Session with two prompts, asked first and again: token ids, and their right answers if known.
+    """Token ids of a session's two prompts, `first` and `again`, and the right answers to both if known.
 
     Both prompts are equal, or, if answers are known, differ only in the question at the end.
     """
@@ -78,10 +78,9 @@ class Served:
         return self.block_size * self.shape.token_nbytes
 
     def flags(self, blocks: int, longest: int, *, eager: bool = True) -> list[str]:
-        """Return flags of `vllm serve`: a pool of `blocks` blocks, and prompts with answers of `longest` tokens at
-        most.
+        """Return flags of `vllm serve`. blocks: size of the pool. longest: most tokens of a prompt with its answer.
 
-        eager: True for no CUDA graphs, so that the server starts sooner; decoding is slower.
+        eager: True for no CUDA graphs, as always on a CPU. The server then starts sooner, and answers slower.
         """
         made_up = ["--load-format", "dummy", "--skip-tokenizer-init"] if self.made_up else []
         graphs = ["--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}']
@@ -93,7 +92,7 @@ class Served:
 
 
 def make_session(served: Served, tokens: int, seed: int, index: int) -> Session:
-    """Return a session of about `tokens` tokens, without a full block in common with another index."""
+    """Return a session of about `tokens` tokens. Sessions of different indices have no full block in common."""
     if served.made_up or not (served.folder / "tokenizer.json").exists():
         return random_session(seed, index, tokens, served.shape.vocabulary)
     return _lookup(str(served.folder), tokens, f"{seed}-{index}")

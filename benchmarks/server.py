@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # By default vLLM's CPU build pins threads and leaves one core free, or two with a KV connector. On a machine of two
-    # cores it then leaves none. Compared servers must have equally many threads, with or without a connector.
+    # cores, no core would be left. Compared servers must have equally many threads, with or without a connector.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),
     "NO_COLOR": "1",  # the log is read by programs
@@ -51,7 +51,7 @@ VERDICT = re.compile(
 def codec_used(log: Path) -> str:
     """Return a sentence on the codec in use at the end of an engine's log; empty for an engine without Manthan.
 
-    The guard measures a codec on the first blocks, and replaces an unfaithful codec. The sentence has the last verdict.
+    The guard measures codecs, and replaces an unfaithful or slow codec. The sentence has the guard's last verdict.
     """
     text = log.read_text(errors="replace") if log.exists() else ""
     if not (began := BEGAN.findall(text)):
@@ -66,7 +66,7 @@ def codec_used(log: Path) -> str:
 
 
 class Process(Protocol):
-    """Part of subprocess.Popen that VllmServer uses. The process leads a process group, so that `stop` ends all."""
+    """Part of subprocess.Popen that VllmServer uses. The process leads a process group, which `stop` ends."""
 
     @property
     def pid(self) -> int: ...
@@ -97,8 +97,8 @@ def launch_vllm(arguments: Sequence[str], env: Mapping[str, str], log: Path) -> 
 class VllmServer(Endpoint):
     """`vllm serve MODEL` on a free port of this machine, with output in a file.
 
-    flags: further arguments of `vllm serve`. env: variables on top of this process's. Variables named MANTHAN_… are not
-    passed on, so that a server depends on the flags alone.
+    flags: further arguments of `vllm serve`. env: variables on top of this process's. This process's variables named
+    MANTHAN_… are not passed on, because the flags alone shall configure Manthan.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class VllmServer(Endpoint):
         self._process.wait()
 
     def stop(self) -> None:
-        """End the server and all children: first with SIGTERM, and with SIGKILL after STOP_WAIT_S."""
+        """End the server with SIGTERM. After its end, or else after STOP_WAIT_S, kill all that is left with SIGKILL."""
         self.close()
         if self._process is None:
             return

@@ -1,4 +1,4 @@
-"""Wait until a server has nothing more to do: no request runs, and Manthan encodes nothing."""
+"""Wait until a server has nothing more to do: no request runs, and Manthan compresses no KV blocks."""
 
 import time
 
@@ -11,11 +11,11 @@ ENCODED = ("vllm:manthan_encodings_total", "vllm:manthan_encoded_blocks_total")
 
 
 def until_settled(endpoint: Endpoint, still_s: float) -> None:
-    """Return when no request runs or waits, nothing was encoded for POLL_S, and all sessions are cold.
+    """Return when no request runs or waits, no block was compressed for POLL_S, and all sessions are cold (saved).
 
     Args:
-        still_s: Seconds without a change after which to return although some sessions are not cold. A full tier cannot
-            take all blocks of the pool, so that some sessions stay idle.
+        still_s: Seconds without a change after which to return although some sessions are not cold. A full tier (store)
+            cannot take all blocks of the pool, so that some sessions are never saved.
 
     Raises:
         ServerError: The server has not settled after SETTLE_S.

@@ -1,8 +1,8 @@
-"""Check that no request waits for an encoding: chats return to a pool that is too small, while encoding is slow.
+"""Show if requests wait for the compression of KV blocks: chats return to a small pool, while compression is slow.
 
-Two servers run, plain vLLM and vLLM with Manthan, and are asked in turn. Each server's KV pool holds 4 of 16 chats. In
-each round every chat sends a request, 4 at a time. Encoding is slowed by 50 ms a block. The report compares the times
-to first token of both servers.
+Two servers run, plain vLLM and vLLM with Manthan, and are asked in turn. By default, each server's KV pool holds 4 of
+16 new chats. In each round every chat sends a request, 4 at a time. Compressing a KV block takes 50 ms longer than
+usual. The report compares the times to first token of both servers.
 
     python benchmarks/small_pool.py [--out FOLDER]
 """
@@ -27,7 +27,7 @@ from manthan.benchmarks.server import VllmServer, codec_used
 MODEL = Path(__file__).parents[1] / "tests" / "data" / "tiny-llama"
 BLOCK, TOKENS = 32, 512
 SAID = 4
-"""Tokens of a question, and of an answer."""
+"""Tokens of an answer, and of the question that follows the answer."""
 PLAIN, MANTHAN = "plain", "manthan"
 SLOW_ENCODER = """
 import sys, time
@@ -60,7 +60,7 @@ class Finder:
 
 sys.meta_path.insert(0, Finder)
 """
-"""Content of sitecustomize.py, which Python runs at start: it slows the encoding of each block by SECONDS."""
+"""Content of sitecustomize.py, which Python runs at start. It delays the compression of each KV block by SECONDS."""
 
 
 class Side:
@@ -97,7 +97,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def measure(servers: dict[str, VllmServer], chats: int, at_once: int, rounds: int, pause_s: float) -> dict[str, Any]:
-    """Return each server's times to first token in milliseconds, by round, and its metrics.
+    """Return each server's times to first token in milliseconds, by round without the first two, and its metrics.
 
     The servers take turns in being asked first.
     """
@@ -123,8 +123,8 @@ def metrics(server: VllmServer) -> dict[str, float]:
 
 def show(report: dict[str, Any]) -> Table:
     """Return a table of times to first token: percentiles of all, quartiles of the rounds' medians, and ratios."""
-    table = Table(caption=f"returns, time to first token in ms; load {report['machine']['load']}")
-    for column in ("", "p50", "its quartiles by round", "p99", "returns"):
+    table = Table(caption=f"time to first token of returns, ms; machine load {report['machine']['load']}")
+    for column in ("", "p50", "quartiles of rounds' p50", "p99", "returns"):
         table.add_column(column, justify="left" if not column else "right")
     arms = report["arms"]
     for name in (PLAIN, MANTHAN):
@@ -147,14 +147,14 @@ def show(report: dict[str, Any]) -> Table:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Where the report goes.")] = OUT,
-    chats: Annotated[int, typer.Option(help="How many return.")] = 16,
-    pool: Annotated[float, typer.Option(help="How many chats the pool holds.")] = 4,
-    at_once: Annotated[int, typer.Option(help="How many ask at a time.")] = 4,
-    rounds: Annotated[int, typer.Option(help="How often each returns to each server.")] = 20,
-    encode_ms: Annotated[float, typer.Option(help="So much longer a block takes to be encoded.")] = 50,
-    pause_s: Annotated[float, typer.Option(help="Between two rounds.")] = 0.0,
-    idle_after_s: Annotated[float, typer.Option(help="As in Manthan's configuration.")] = 300,
+    out: Annotated[Path, typer.Option(help="Folder for the report and logs.")] = OUT,
+    chats: Annotated[int, typer.Option(help="Number of chats.")] = 16,
+    pool: Annotated[float, typer.Option(help="Number of new chats that the KV pool holds.")] = 4,
+    at_once: Annotated[int, typer.Option(help="Requests at a time.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Rounds that count, after two that do not.")] = 20,
+    encode_ms: Annotated[float, typer.Option(help="Additional ms to compress a KV block.")] = 50,
+    pause_s: Annotated[float, typer.Option(help="Seconds between two rounds.")] = 0.0,
+    idle_after_s: Annotated[float, typer.Option(help="Value of idle.after_s in Manthan's configuration.")] = 300,
 ) -> None:
     leave_on_signals()
     console = make_console()

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 MODEL = Path("tests", "data", "tiny-llama")
-"""Folder, relative to the repository's root, in which scripts are run."""
+"""Folder of a model, relative to the repository's root. Scripts run in the root."""
 ENTRIES = 16
 DIGITS = 4
 QUESTION_TOKENS = 16
@@ -32,7 +32,7 @@ class Table:
         return self._ids(self.lines + line), right
 
     def later(self, number: int, tokens: int) -> tuple[list[int], str]:
-        """Return about `tokens` token ids that a later turn adds, lines and a question, and the right answer."""
+        """Return about `tokens` token ids that a later turn adds (lines and a question), and the right answer."""
         line, right = self.lookup(number)
         return self._ids("\n" + self._entries(tokens) + line)[len(self._ids("")) :], right
 

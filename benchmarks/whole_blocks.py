@@ -1,6 +1,6 @@
 """vLLM plug-in for the capacity benchmark's arm `whole`: Manthan drops whole blocks, and never cuts refinements.
 
-An arm is a server set-up under comparison. A refinement is the end of a compressed block, which may be cut off.
+An arm is a server set-up under comparison. A refinement is a part at a compressed block's end that can be cut off.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ def install() -> None:
 
 
 def write_plugin(folder: Path) -> Path:
-    """Write the plug-in's description, which vLLM finds in folders of PYTHONPATH. Return the folder."""
+    """Write the plug-in's description, which vLLM finds in folders of PYTHONPATH. Return the folder to put there."""
     info = folder / "whole-blocks" / f"{DISTRIBUTION}-1.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 1\n")

@@ -1,4 +1,4 @@
-"""Made-up requests of chats, agents and single questions, as a trace for `manthan simulate`.
+"""Make up requests of chats, agents, readers and single questions, as a trace for `manthan simulate`.
 
 python benchmarks/workload.py --sessions 3000 --seed 1 --hours 2 > workload.jsonl
 """
@@ -37,14 +37,14 @@ class Spread(NamedTuple):
 class Kind:
     """Kind of sessions. Lengths in tokens, times in seconds.
 
-    turns: mean number of a session's requests, which is geometrically distributed.
+    turns: mean number of a session's requests. The number is geometrically distributed; CONTEXT_TOKENS may cut it.
     pause, away, away_share: pause between an answer and the next request; a share of the pauses are `away` instead.
     systems, system: count and length of common system prompts. The n-th is chosen 1/n as often as the first.
     document_share, document: share of the sessions with a document behind the system prompt, and its length. Half of
     the documents are one of 200 common documents, which are chosen as system prompts are.
-    said: length that a request adds.
+    said: length of the text that a request adds.
     answer: length of an answer.
-    edit_share: share of the requests that replace the session's previous request and answer.
+    edit_share: share of the requests after the first that replace the session's previous request and answer.
     """
 
     turns: float
@@ -290,13 +290,13 @@ class _Blocks:
 
 
 def workload(
-    sessions: Annotated[int, typer.Option(min=1, help="How many sessions begin.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Another one, another workload.")] = 0,
+    sessions: Annotated[int, typer.Option(min=1, help="Number of sessions that begin.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,
     hours: Annotated[float, typer.Option(min=0.01, help="Hours within which sessions begin.")] = 1.0,
-    chat: Annotated[float, typer.Option(min=0, help="Share of chats.")] = 55,
-    agent: Annotated[float, typer.Option(min=0, help="Share of agents.")] = 15,
-    single: Annotated[float, typer.Option(min=0, help="Share of single requests.")] = 30,
-    reader: Annotated[float, typer.Option(min=0, help="Share of readers of long documents.")] = 0,
+    chat: Annotated[float, typer.Option(min=0, help="Relative number of chats.")] = 55,
+    agent: Annotated[float, typer.Option(min=0, help="Relative number of agents.")] = 15,
+    single: Annotated[float, typer.Option(min=0, help="Relative number of single requests.")] = 30,
+    reader: Annotated[float, typer.Option(min=0, help="Relative number of readers of documents.")] = 0,
     told: Annotated[float, typer.Option(min=0, max=1, help="Share of the agents that announce their return.")] = 0,
     lies: Annotated[float, typer.Option(min=0, max=1, help="Share of the rest that announce an immediate return.")] = 0,
     tools: Annotated[float, typer.Option(min=0, max=1, help="Share of the agents that name their tools.")] = 0,

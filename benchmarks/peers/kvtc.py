@@ -2,10 +2,10 @@
 2511.01815): a calibrated transform, bits dealt out by error, and DEFLATE.
 
 A row has one token's keys before RoPE, or values, of all heads and of the layers coded together. Calibration keeps the
-mean and the principal directions of a text's rows. The components along these directions form groups of neighbours.
-Dynamic programming deals out bits to groups, so that the squared error of the calibration rows is least within a
-budget; a group may get no bits. Each group of each row has a start and a step in fp16, and whole numbers. DEFLATE
-compresses all.
+mean and the principal directions of a text's rows. Neighbouring components along these directions form groups. Dynamic
+programming deals out bits to groups, so that the squared error of the calibration rows is least within a budget. A
+group may get no bits. Of each other group, a row has a start and a step in fp16, and a whole number for each component.
+DEFLATE compresses all.
 """
 
 import zlib
@@ -47,7 +47,7 @@ class Kvtc:
 
     @classmethod
     def calibrated(cls, rows: Floats, bits: float) -> "Kvtc":
-        """Return a coder calibrated on rows [n, C], C a multiple of GROUP. bits: bits per number, before deflating."""
+        """Return a coder calibrated on rows [n, C], C a multiple of GROUP. bits: most bits a number before DEFLATE."""
         mean = rows.mean(0)
         _, vectors = np.linalg.eigh(np.cov((rows - mean).astype(np.float64).T))
         directions = vectors[:, ::-1].astype(np.float32)
@@ -111,7 +111,7 @@ def _dealt(y: Floats, budget: int) -> tuple[int, ...]:
 
 
 class KvtcPreset:
-    """Preset for `manthan.codec.registry`. bits: average bits per number before deflating."""
+    """Preset for `manthan.codec.registry`. bits: most bits per number of a row, on average and before DEFLATE."""
 
     def __init__(self, bits: int) -> None:
         self.name, self._bits = f"kvtc-{bits}bit", bits
@@ -129,7 +129,7 @@ class KvtcPreset:
 
 
 class KvtcCodec(Codec):
-    """Codec of a section (numbers of a block) in parts: each has LAYERS layers' keys or values, after its length."""
+    """Codec of a section (KV of a block) in parts. A part is a length, then keys or values of up to LAYERS layers."""
 
     varies = True
 

@@ -1,4 +1,4 @@
-"""`manthan simulate`: replay a request trace, and count found blocks, for each policy and each pair of capacities."""
+"""`manthan simulate`: replay a trace for each policy, KV pool size and cold store size (store of compressed blocks)."""
 
 import gc
 import json
@@ -30,9 +30,9 @@ _UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 Row: TypeAlias = dict[str, Any]
 """Figures of a replay, as in JSON. Names ending in _share are shares of the measured prompts' blocks.
 
-evictions: how often a session went cold. found_share: share found by the policy. best_share: share found by a cache of
-the same size that knows the future. gap_closed: (found_share - lru's) / (best_share - lru's); None if `lru` was not
-replayed or is best. divergence_mean: nats per restored block of a calibrated codec, meaningless without `--level`.
+evictions: how often a session went cold (was stored whole). found_share: share found with the policy. best_share: share
+found by a cache of the same size that knows the future. gap_closed: (found_share - lru's) / (best_share - lru's); None
+if `lru` was not replayed or is best. divergence_mean: mean KL, nats, of restored blocks; meaningless without `--level`.
 """
 
 _POOL_COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -67,20 +67,18 @@ def simulate(
         str,
         typer.Option(help="Names, with options as NAME:OPTION=VALUE, separated by commas."),
     ] = "lru,returns",
-    hot: Annotated[
-        str, typer.Option(help="KV pool: tokens (4M) or a share of the trace (5%); 0 for one cache.")
-    ] = "5%",
+    hot: Annotated[str, typer.Option(help="KV pool: tokens (4M) or a share of the trace (5%); 0: no pool.")] = "5%",
     cold: Annotated[str, typer.Option(help="Cold store: tokens of its blocks, or a share of the trace.")] = "10%",
     level: Annotated[
         int | None, typer.Option(min=0, max=4, help="Level of a calibrated codec's new blocks; 0 is the coarsest.")
     ] = None,
-    shrink: Annotated[bool, typer.Option(help="Cut them to coarser levels for room.")] = True,
+    shrink: Annotated[bool, typer.Option(help="Cut stored blocks to coarser levels for room.")] = True,
     idle_after: Annotated[float | None, typer.Option(help="Seconds, as idle.after_s.")] = None,
     measure_from: Annotated[float, typer.Option(min=0, max=0.99, help="Count only requests after this share.")] = 0,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = MOONCAKE_BLOCK_TOKENS,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures into this file.")] = None,
 ) -> None:
-    """Replay a request trace for each policy and each pair of capacities."""
+    """Replay a request trace for each policy and each pair of pool and cold store sizes."""
     try:
         config = resolve_config(env={}, flags={"idle.after_s": idle_after}).config
         policies = [(label, *_policy(label)) for label in policy.split(",")]
@@ -126,7 +124,7 @@ def simulate(
 def one_cache_rows(
     policies: Sequence[tuple[str, type[EvictionPolicy], PolicyOptions]], blocks: int, trace: Trace, first: int = 0
 ) -> list[Row]:
-    """Return a row for each policy with a single cache of `blocks` blocks. Requests count from index `first` on."""
+    """Return a row for each policy with a single cache of `blocks` blocks, over the requests from `first` on."""
     requests, block_tokens = trace.requests, trace.block_tokens
     asked = sum(request.asked_blocks(block_tokens) for request in requests[first:])
     best = sum(clairvoyant(requests, blocks, block_tokens)[first:]) / asked
@@ -184,7 +182,7 @@ def _policy(label: str) -> ChosenPolicy:
 
 
 def _capacities(option: str, texts: str, trace: Trace) -> list[int]:
-    """Return numbers of blocks, from a list of numbers of tokens and of shares of a trace's distinct blocks."""
+    """Return capacities in blocks. Each in `texts` is a number of tokens, or a share of a trace's distinct blocks."""
     found = []
     for text in map(str.strip, texts.split(",")):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG%]?)", text)

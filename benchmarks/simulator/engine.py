@@ -1,8 +1,8 @@
-"""Replay a trace on a simulated KV pool and store of compressed blocks. Manthan's session manager and driver are real.
+"""Replay a trace on a simulated KV pool and a simulated cold store, which keeps compressed KV blocks.
 
     tally = replay(trace.requests, Setup(get_policy("lru"), pool_blocks=4000, cold_blocks=20000))
 
-docs/simulate.md lists the real and the simplified parts.
+Manthan's session manager, and its driver, which vLLM's scheduler would call, are real. See docs/simulate.md.
 """
 
 import heapq
@@ -47,7 +47,7 @@ class CostModel:
         first_token_s: time of a prompt whose KV is all in the pool.
         prefill_s_per_token: time of each computed prompt token.
         prefill_s_per_token2: further time of a computed prompt token at position p, divided by 2 * p.
-        restore_s_per_token, store_s_per_token: time to decode and to encode a token, assumed to be equal.
+        restore_s_per_token, store_s_per_token: time to decompress and compress a token's KV, assumed to be equal.
         decode_s_per_token: time between two tokens of an answer.
     """
 
@@ -61,7 +61,7 @@ class CostModel:
     cold_bytes_per_token: float = 28_800
 
     def prefill_s(self, first: int, last: int) -> float:
-        """Return the seconds to compute the tokens from position `first` up to `last`."""
+        """Return the seconds to compute the tokens from position `first` to `last`, the latter excluded."""
         return self.prefill_s_per_token * (last - first) + self.prefill_s_per_token2 * (last**2 - first**2)
 
 
@@ -70,7 +70,7 @@ class Setup:
     """KV pool, cold store and eviction policy that a trace is replayed on.
 
     pool_blocks: size of the KV pool. cold_blocks: size of the cold store, in compressed blocks of the cost model.
-    level: level at which a calibrated codec encodes blocks, 0 for the coarsest; None for a codec without levels.
+    level: quality at which a calibrated codec compresses blocks, 0 for the coarsest; None for a codec without levels.
     shrinks: True if a full store cuts blocks to coarser levels. first_measured: index of the first request that counts.
     """
 
@@ -87,7 +87,7 @@ class Setup:
     first_measured: int = 0
 
     def manager(self) -> SessionManager:
-        """Return a new manager. First blocks that sessions share are stored without loss, as on a server."""
+        """Return a new manager. As on a server, common first blocks of sessions are stored without loss."""
         pool_nbytes = round(self.cost.kv_bytes_per_token * self.block_tokens)
         cold_nbytes = round(self.cost.cold_bytes_per_token * self.block_tokens)
         *inner, nbytes = [cold_nbytes] if self.level is None else self.parts
@@ -106,13 +106,13 @@ class Setup:
 
     @property
     def parts(self) -> list[int]:
-        """Bytes of a calibrated codec's block cut to level 0, to level 1, and so on up to `level`."""
+        """Bytes of a calibrated codec's compressed block at level 0, at level 1, and so on up to `level`."""
         nbytes = self.cost.kv_bytes_per_token * self.block_tokens
         return [round(nbytes / level.ratio) for level in LEVELS[: (self.level or 0) + 1]]
 
 
 class Served(NamedTuple):
-    """Blocks of a request's prompt. asked: all, a partial block included. resident: found in the pool.
+    """Figures of a request. asked: number of the prompt's blocks, a partial one included. resident: found in the pool.
 
     restored: found in the cold store. first_token_s: seconds from the arrival to the first token.
     """
@@ -125,10 +125,10 @@ class Served(NamedTuple):
 
 @dataclass
 class Tally:
-    """Result of a replay. All but `served` count from the arrival of `Setup.first_measured` on.
+    """Result of a replay. All but `served` count from the arrival of request `Setup.first_measured` on.
 
-    served: for each request, None until answered. evictions: how often a session went cold. stored, restored, dropped:
-    numbers of blocks. divergence: nats, sum over restored lossy blocks by their levels.
+    served: for each request, None until answered. evictions: how often all blocks of an idle session were stored.
+    stored, restored, dropped: numbers of blocks. divergence: sum of `Level.divergence` over restored lossy blocks.
     """
 
     served: list[Served | None]
@@ -158,10 +158,10 @@ class _Request:
 
 
 class EngineReplay:
-    """Simulation by events: requests arrive, wait, are restored, computed and answered. A step follows each event.
+    """Simulation by events: requests arrive, wait, are restored, computed and answered.
 
-    A request is admitted when the pool has room for prompt and answer, and takes blocks when needed. The driver and the
-    session manager are real.
+    A scheduler step follows each event and each deadline of the driver. A request is admitted when the pool has room
+    for prompt and answer, and takes blocks when needed.
     """
 
     def __init__(self, requests: Sequence[TracedRequest], setup: Setup) -> None:
@@ -177,7 +177,7 @@ class EngineReplay:
         self._waiting: deque[_Request] = deque()
         self._starved: list[tuple[Callable[[_Request], None], _Request]] = []
         self._promised = 0  # blocks still to be taken by admitted requests
-        self._taken = 0  # blocks taken since the last step
+        self._taken = 0  # blocks taken since the last step, except for loads
         self._encoded_until = 0.0
         self._is_measuring = False
 
@@ -186,7 +186,7 @@ class EngineReplay:
             self._at(self.requests[0].at, self._arrive, 0)
         while self._events:
             due = self._driver.next_deadline
-            if self.now < due < self._events[0][0]:  # work due earlier had its step, and waits for a load
+            if self.now < due < self._events[0][0]:  # a deadline up to `now` had its step; its work waits for a load
                 self.now = due
             else:
                 self.now, _, happen, what = heapq.heappop(self._events)
@@ -285,7 +285,7 @@ class EngineReplay:
         self._compute(request)
 
     def _compute(self, request: _Request) -> None:
-        """Compute the rest of the prompt. The blocks enter the prefix cache at once, as in vLLM."""
+        """Compute the rest of the prompt. Full blocks enter the prefix cache when this begins, as in vLLM."""
         traced, cached = request.traced, request.resident + request.restored
         if not self._grow(request, traced.asked_blocks(self.setup.block_tokens)):
             self._starved.append((self._compute, request))
@@ -329,7 +329,7 @@ class EngineReplay:
     # -- blocks ---------------------------------------------------------------------------------------
 
     def _grow(self, request: _Request, length: int) -> bool:
-        """Take blocks until the request has `length`. Return False if the pool is short, because stores hold blocks."""
+        """Take blocks until the request has `length`. Return False, and take none, if too few are free."""
         more = length - len(request.blocks)
         if more > len(self._pool):
             return False
@@ -339,7 +339,7 @@ class EngineReplay:
         return True
 
     def _enter(self, request: _Request, length: int) -> None:
-        """Enter the first `length` blocks, all full, into the prefix cache, if the trace has their hashes."""
+        """Enter the first `length` blocks into the prefix cache, as far as the trace has their hashes."""
         hashes = request.traced.hashes[request.entered : length]
         blocks = request.blocks[request.entered : length]
         self._driver.computed(request.name, blocks)

@@ -16,14 +16,14 @@ from manthan.policies import EvictionPolicy, PolicyOptions
 
 
 class _Marks:
-    """Marks of a pool's blocks: each block's KV is exact, never decoded."""
+    """Marks of a pool's blocks, which tell exact from lossy KV: here all KV is exact."""
 
     def __getitem__(self, block_id: int) -> Mark:
         return Mark.EXACT
 
 
 class _WholePool:
-    """Pool that reports all blocks as resident, so that the request that just ended can be stored."""
+    """Pool that reports all blocks as resident, so that the blocks of a request that just ended can be stored."""
 
     marks = _Marks()
 
@@ -45,8 +45,8 @@ def one_cache(
 ) -> list[int]:
     """Return the number of blocks that each request finds in a cache of `capacity` blocks.
 
-    A request takes no time. Its session is stored at once, as far as the policy drops stored blocks for it. The session
-    manager and the policy are those of a server.
+    A request takes no time. Its session's blocks are stored at once, as far as the policy drops stored blocks to make
+    room. The session manager and the policy are those of a server.
     """
     shape = MemoryShape({0: GroupShape(block_tokens, 1, {0: 1}, is_lossless=True)})
     manager = SessionManager(policy, shape, capacity, 0.0, Events(), options=options)
@@ -78,9 +78,9 @@ def clairvoyant(requests: Sequence[TracedRequest], capacity: int, block_tokens: 
     """
     following = _next_uses(requests)
     kept: dict[bytes, int] = {}
-    """Index of the next request that uses each kept block."""
+    """Index of the next request that uses each kept block, by block hash; len(requests) if none does."""
     order: list[tuple[int, int, bytes]] = []
-    """Heap: next request and index in its prompt, both negated, and block hash. Outdated unless `kept` agrees."""
+    """Heap of (-next use, -index in the latest request with the block, block hash). Old entries contradict `kept`."""
     found = []
     for traced, uses in zip(requests, following, strict=True):
         most = traced.usable_blocks(block_tokens)

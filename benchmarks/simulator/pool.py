@@ -10,9 +10,9 @@ from manthan.manager.pool import BlockName, FreeBlock, Marks
 class SimulatedPool:
     """`manthan.manager.pool.Pool` over simulated blocks, with a free queue like that of vLLM's BlockPool.
 
-    A block is saved if a tier has a compressed copy. A free block keeps its KV until it is taken from the head of the
-    free queue. The queue has empty blocks, then saved blocks, then unsaved blocks. A newly freed block goes to the head
-    of the empty blocks, or to the end of the saved or unsaved blocks. The methods of `Pool` change this order.
+    A block is saved if a tier (a store of Manthan) has a compressed copy. A free block keeps its KV until it is taken
+    from the free queue's head or evicted. The queue has empty blocks, then saved blocks, then unsaved blocks. A newly
+    freed block goes to the head of the empty blocks, or to the end of the saved or of the unsaved blocks.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -21,13 +21,13 @@ class SimulatedPool:
         self._empty = list(range(blocks))[::-1]
         """Free blocks without a hash. The last is taken first."""
         self._kept: OrderedDict[int, None] = OrderedDict()
-        """Free saved blocks, also given up ones."""
+        """Free blocks of `_saved`. The first is taken first."""
         self._rest: OrderedDict[int, None] = OrderedDict()
-        """Free unsaved blocks."""
+        """Free unsaved blocks. The first is taken first."""
         self._saved: set[int] = set()
-        """Saved blocks, free or not, and given up blocks."""
+        """Saved blocks, free or not, and all of `_given_up`."""
         self._given_up: set[int] = set()
-        """Blocks that count as saved, although they may not be, until a request uses them."""
+        """Blocks to overwrite next, although a tier may have no copy: in `_saved` until used, saved or forgotten."""
         self._users = [0] * blocks
         self._name: list[BlockName | None] = [None] * blocks
         self._cached: dict[BlockName, int] = {}
@@ -86,7 +86,7 @@ class SimulatedPool:
         self.cache_all((block_id,), (block_hash,), group)
 
     def cache_all(self, block_ids: Sequence[int], block_hashes: Sequence[bytes], group: int = 0) -> None:
-        """Enter several empty blocks into the prefix cache. An exact block evicts lossy blocks with the same hash."""
+        """Enter blocks without a hash into the prefix cache. An exact block evicts lossy blocks with the same hash."""
         for block, block_hash in zip(block_ids, block_hashes, strict=True):
             name = group, block_hash
             self._name[block] = name
@@ -110,7 +110,7 @@ class SimulatedPool:
         self._empty += reversed(empty)
 
     def clear(self) -> None:
-        """Empty the prefix cache, as vLLM's reset does. At most transfers may still reference blocks."""
+        """Empty the prefix cache, as vLLM's reset does. No request may reference a block, but a transfer may."""
         for block in (*self._kept, *self._rest):
             self._empty.append(block)
         self._kept.clear()

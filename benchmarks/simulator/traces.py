@@ -26,12 +26,12 @@ class TracedRequest(NamedTuple):
     """Request of a trace.
 
     at: arrival in seconds.
-    session: the client's name of the session; None without a name.
+    session: session id that the simulated client sends; None for none.
     hashes: block hashes of full blocks, first the prompt's, then the answer's as far as the trace has them.
     prompt_blocks: count of the prompt's hashes.
     expect_return_s, tool: the client's hints, if any.
     stop: reason why the answer ended, such as tool_use.
-    agent: the trace's name of the session, whose requests follow one another; empty without a name.
+    agent: session id of the trace's line, which only benchmarks/agents_trace.py uses; empty for none.
     """
 
     at: float
@@ -77,7 +77,7 @@ _Return = Annotated[float | None, Field(gt=0, le=LONGEST_S, allow_inf_nan=False,
 
 
 class MooncakeLine(BaseModel):
-    """Line of the traces published by the Mooncake project with the FAST'25 paper.
+    """Line of the traces that the Mooncake project published with its FAST'25 paper. Fields with defaults are added.
 
     A field's description completes the sentence "FIELD must be …".
     """
