@@ -74,7 +74,7 @@ class Section:
     codec: name of the codec.
     layers, first_layer: count of layers, and index of the first layer; Manthan writes 0.
     tokens, first_token: count of tokens, and index of the first token in the block.
-    heads, head_dim: count of KV heads, or of pieces of a latent, and of numbers in a vector. Opaque bytes are
+    heads, head_dim: count of KV heads (or of a latent's pieces), and of numbers in a vector. Opaque bytes are
     layers * heads * tokens runs of `head_dim` bytes; `tokens` may then differ from the block's count of tokens.
     dtype: dtype of the numbers before encoding and after decoding.
     first_head: index of the first head among the KV heads of all tensor-parallel ranks.
@@ -134,9 +134,9 @@ class Codec(ABC):
     varies: bool = False
     """True if encoded sections of equal shape may differ in size."""
     scales_vectors: bool = False
-    """True if a scale is stored with each vector. A factor common to a vector's numbers then changes little else."""
+    """True if a scale is stored with each vector. A common factor then changes only the scale, but for rounding."""
     levels: int = 1
-    """Number of levels: precisions to which a block can be decoded. The base, a block's first bytes, has the coarsest.
+    """Number of levels: precisions to which a block can be decoded. The base, stored first, gives the coarsest level.
 
     Each refinement, stored behind the base, adds a finer level.
     """

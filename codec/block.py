@@ -106,7 +106,7 @@ class BlockShape:
         return (self.layers, self.latent // self.coded_dim, self.tokens, self.coded_dim)
 
     def floats(self, arrays: Sequence[Numbers]) -> tuple[Floats, Floats]:
-        """Return keys and values as float32, or RoPE's part and the latents, times their scales if any."""
+        """Return keys and values as float32; for MLA, RoPE's part, and the latents times any scales."""
         keys, values = arrays[:2]
         if self.scales is None:
             return as_floats(keys, self.dtype), as_floats(values, self.dtype)
@@ -131,7 +131,7 @@ class DecodedShard(NamedTuple):
 
     first_head: index of the first of the `heads` heads among the model's KV heads.
     numbers: arrays as in `BlockShape.arrays`.
-    ignored: number of bytes behind the last good refinement.
+    ignored: number of bytes behind the base and the good refinements.
     """
 
     first_head: int
@@ -224,7 +224,7 @@ class BlockFormat:
             self._codecs[codec] = Fp8Codec(self._codecs[codec])
 
     def without_bytes(self) -> "BlockFormat":
-        """Return the format of the same blocks without the layers of `shape.beside`."""
+        """Return the format of the same blocks without the bytes of `shape.beside`."""
         shape = replace(self.shape, beside=None)
         return BlockFormat(self.codec, shape, self.fingerprint, self.group, self.facts, self.first_head)
 
@@ -378,7 +378,7 @@ class BlockFormat:
         return codec.scaled(scales.of(arrays, self.shape)[:, :, first : first + section.tokens])
 
     def joined(self, shards: Iterable[DecodedShard]) -> tuple[Numbers, ...]:
-        """Return the arrays of this format's heads. Raises SizeError unless each head is in one shard."""
+        """Return the arrays of this format's heads. Raises SizeError unless each head is in exactly one shard."""
         wanted, heads = sorted(shards, key=itemgetter(0)), self.shape.heads
         if [shard[:2] for shard in wanted] == [(self.first_head, heads)]:
             return wanted[0].numbers

@@ -34,7 +34,7 @@ EVEN = 0.001  # weight added to each direction of a metric, as a share of the av
 EVEN_OF_KEYS = 0.3  # the same share, if the covariance of keys stands for the metric of keys
 SHARES = (1.0, 2.0)  # steps of keys and of values without a metric, in deviations of their layer's components
 TOGETHER = 2, 2048  # most layers of a group, and most numbers of a token in a group
-RATIOS = 20.0, 12.0, 8.0, 5.0  # wanted ratio of bf16 bytes to encoded bytes, by level; headers are at most half
+RATIOS = 20.0, 12.0, 8.0, 5.0  # wanted ratio of bf16 to encoded bytes, by level; headers count as at most half of these
 EXPONENT, RIDGE = 0.5, 30.0
 """A token's steps are proportional to its weight to the power of -EXPONENT. RIDGE shrinks regression coefficients."""
 FINEST = 2.0 ** (np.arange(-90, 60) / 6)  # candidates for the step of the finest lossy level, ascending
@@ -113,7 +113,7 @@ class ProfileBuilder:
         return min(moments[0].tokens for moments in self._layers)
 
     def add(self, layer: int, positions: Positions, *parts: Floats) -> None:
-        """Add keys and values of a layer, or latents. A text's first tokens, and tokens not all finite, are left out.
+        """Add keys and values of a layer, or latents. A text's first SINKS tokens and non-finite tokens are left out.
 
         Args:
             layer: index of the layer. The layers of a text are added in ascending order.

@@ -26,7 +26,7 @@ class DamagedError(CodecError):
 
 
 class ProfileError(CodecError):
-    """A profile is missing, damaged, made for a different model or rank, or cannot be made from so few tokens."""
+    """A profile is missing, damaged, made for a different model or rank, or would be made from too few tokens."""
 
 
 class HeaderError(CodecError):

@@ -31,7 +31,7 @@ LOGIT_NOISE, WORST_LOGIT_NOISE, VALUE_NOISE = 0.065, 0.2, 0.5
 QUERIES = 64  # most tokens of a head that stand for queries
 TINY = 1e-30
 LEAST_SHARE = 2e-5
-"""Least energy (sum of squares) of a difference between tokens that counts, as a share of the tokens' own energy.
+"""Tokens differ if the energy (sum of squares) of their difference is above this share of their own energy.
 
 Less may be bf16's rounding. fp8 rounds more, but noise is measured against numbers that fp8 has rounded already."""
 LEAST_TOKENS = 32  # least number of different tokens for a measurement; all tokens if the samples have fewer

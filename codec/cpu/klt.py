@@ -16,12 +16,12 @@ goes to rANS stream i % streams (see `manthan.codec.cpu.rans`).
 
 The last refinement encodes bf16 numbers. The finest lossy level predicts them in whole-number arithmetic, which gives
 equal results on every machine. Cells, about half the prediction error's standard deviation wide, divide the numbers. A
-number is encoded as its cell's distance from the predicted cell, and the bits inside the cell. Little-endian:
+number is encoded as its cell's distance from the predicted cell, bits inside the cell, and in cell 0 its exponent:
 
     base:             | version u8, 1 | k u8 | 2 zero bytes | j + 8 of groups and tokens, 4 bits each | rows of groups |
     refinement:       | rows of groups |
     last refinement:  | 1, 3 zero bytes | xxh3-64 of the numbers u64 | rows of layers |
-                      or, if not bf16, or if that fails or takes more bytes:  | 4 zero bytes | numbers |
+                      or, for other dtypes, or if that fails or takes more bytes:  | 4 zero bytes | numbers |
     rows:             | count of each row's words, u32 | states of each row's streams, u32 | words of all rows, u16 |
 """
 

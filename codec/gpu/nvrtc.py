@@ -46,7 +46,7 @@ class Module:
     def launch(
         self, name: str, argument: ctypes.Structure, warps: int, *, threads: int = THREADS, shared: int = 0
     ) -> None:
-        """Start a kernel on the current stream, with `warps` warps, rounded up to whole blocks of threads.
+        """Start a kernel on the current CUDA stream, with `warps` warps, rounded up to whole blocks of threads.
 
         The grid is bounded by the thread blocks that the device can hold at once: kernels loop over the rest. Raises
         CompileError if CUDA refuses the launch.

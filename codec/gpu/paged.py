@@ -100,7 +100,7 @@ class PagedLayout:
 
     @property
     def ats(self) -> tuple[int, ...]:
-        """Offsets of the keys, and of the values if any, in elements of a block."""
+        """Offsets of a block's first key, and first value if any, in elements."""
         return (self.key_at,) if self.value_at is None else (self.key_at, self.value_at)
 
     @property
@@ -158,7 +158,7 @@ class RawLayout:
 class Form(NamedTuple):
     """Facts that all encoded blocks with the same number of exact first tokens share.
 
-    header: without block hash and position. sizes: bytes of each section, at most if the codec's sections vary in size.
+    header: without block hash and position. sizes: bytes of each section; the most, if sections vary in size.
     starts: offset of each section in a block with these sizes. nbytes: bytes of a block with these sizes. varies: True
     if a block may be smaller.
     """
@@ -286,7 +286,7 @@ class PagedCodec(ABC):
     def decode(self, batch: Batch, codes: torch.Tensor) -> None:
         """Decode the encoded blocks with status GOOD into their paged blocks. No other paged block changes.
 
-        A block's status becomes 0 to GOOD - 1 if no encoder writes the block's bytes.
+        A block's status becomes 0 to GOOD - 1 if the codec finds bytes that no encoder writes.
         """
 
 

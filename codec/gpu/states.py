@@ -1,7 +1,7 @@
 """Coder of recurrent states in bf16 or 8 bits, by torch's own operations, on any device.
 
 It gives the same bytes and numbers as `manthan.codec.cpu.state`, and never makes the host wait for the device. A part
-of a state is a matrix for each head, or the last inputs of a convolution. These inputs are stored exactly.
+of a state is all heads' matrices, or the last inputs of a short convolution. The inputs are stored exactly.
 """
 
 from collections.abc import Iterator
