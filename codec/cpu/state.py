@@ -1,7 +1,7 @@
 """Encode recurrent states of Mamba and linear attention layers, in bf16 or in 8 bits with a scale for each row.
 
-A layer's state is all that the layer keeps of the tokens so far. A part of it is all heads' matrices, or the last inputs
-of a short convolution. In float32 the matrices take a tenth of a session's bytes or more. The inputs are few,
+A layer's state is all that the layer keeps of the tokens so far. A part of it is all heads' matrices, or the last
+inputs of a short convolution. In float32 the matrices take a tenth of a session's bytes or more. The inputs are few,
 and are kept exact. The encoded parts stand one behind the other, each for all layers:
 
     kept exact     the part's bytes, layer after layer

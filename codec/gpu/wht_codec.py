@@ -268,7 +268,7 @@ class WhtPagedCodec(PagedCodec):
             self._kernels.launch(name, all, all.n * warps)
 
     def _decode(self, job: Wht, turns_nbytes: int) -> None:
-        """Decode. Only kernels that use `rounded` run for each group, because a launch takes the model thread's time."""
+        """Decode. Only kernels that use `rounded` run for each group: launches take time of the model's thread."""
         all, threads, groups = job.all, self._restoring(job), _groups(job, job.all.n, DECODING)
         rounded = self._scratch(2 * max(map(len, groups), default=0) * all.rows * job.row_room)
         books = self._scratch(4 * all.n * (2 * all.rows + 4))

@@ -3,7 +3,7 @@
 
 struct Streams {  // position of a thread among the streams of a warp
     u32 first;                    // first lane of the thread's row
-    int stream, together, row;    // index of the stream in its row; number of rows in the warp; index of the row
+    int stream, together, row;    // index of the stream in the row; rows in a warp; index of the row in the warp
     u32 group, before;            // masks: lanes of the thread's row, and of these the lanes before the thread
 
     __device__ __forceinline__ Streams(int streams) {
@@ -60,7 +60,7 @@ struct Reader {  // of a row's words. Even for a row without words, `words` poin
 };
 
 // Finish a symbol: refill states, and return the word behind an escape. next: the stream's state after the symbol, to
-// which a word is appended if it is below LOWEST. Every thread loads a word, needed or not, so that this is no branch.
+// which a word is appended if it is below LOWEST. Every thread loads a word, needed or not, so that none branches.
 __device__ __forceinline__ u32 take_words(u32& x, u32 next, Reader& reader, bool escaped, bool on, const Streams& me) {
     const bool low = on && next < LOWEST;
     const u32 lows = __ballot_sync(FULL, low), escapes = __ballot_sync(FULL, escaped);

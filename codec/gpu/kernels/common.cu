@@ -24,7 +24,7 @@ struct Job {  // arguments of a kernel: sections of n KV blocks with the same la
     u8* codes;
     const u8* headers;     // [n, head_nbytes]
     int* status;           // [n]
-    const i64* sizes;      // [n] bytes of each encoded block; null if all have `nbytes`
+    const i64* sizes;      // [n] bytes of each encoded block; if null, all have `nbytes`
     i64 nbytes, head_nbytes;        // of an encoded block, and of its header with the entries
     i64 block_stride;               // in elements, as `at`
     i64 at[2];                      // first key and first value of the sections in a paged block

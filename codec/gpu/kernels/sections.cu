@@ -22,7 +22,7 @@ struct Sections {  // lossy keys and values of n KV blocks with the same number 
     i64 block_stride;                // in elements, as the next four
     i64 at[2];                       // first lossy key and first lossy value of a paged block
     int head_stride, token_stride;
-    i64 head_nbytes, start, kept_at;  // start: offset of the first section; kept_at: of the latents' scales
+    i64 head_nbytes, start, kept_at;  // start: offset of the first lossy section; kept_at: of latents' scales
     i64 limits[2];                   // most bytes of the keys' and of the values' section
     i64 parts[2], fronts_nbytes;     // parts: bytes of the two fronts; fronts_nbytes: of the larger, padded to 16
     int n, layers, heads, tokens, streams;  // tokens: lossy ones of a block; streams: rANS streams of a row

@@ -1,5 +1,5 @@
 // Rows of manthan.codec.wht: numbers of the paged cache to whole numbers of steps, and back. A row is a layer's keys or
-// a layer's values of a KV block; a run is one head's part of a row.
+// a layer's values of a KV block; a run is one head's part of a row. A front is a section's bytes ahead of its rows.
 //
 // `rounded` has the whole numbers of each row, ordered by rANS stream (manthan.codec.cpu.rans). Number i of a row
 // [heads, HEAD_DIM, tokens] is number i / streams of stream i % streams. An octet is eight consecutive numbers of a
@@ -16,7 +16,7 @@
 #define ROUNDS 12582912.f     // 1.5 * 2**23: x + ROUNDS has the whole number nearest to x in the low bits
 #define MOST_STEPS 8191.f     // largest magnitude of a mean in steps of its row
 #define FINEST 0.00390625f    // least step of a row of keys, as a fraction of the largest step of the row's means
-#define STRIDE (HEAD_DIM + 4)  // elements between transformed vectors in shared memory
+#define STRIDE (HEAD_DIM + 4)  // elements from a transformed vector to the next one, in shared memory or `spare`
 #define SHORT_STRIDE (HEAD_DIM + 8)
 
 struct Wht {  // `Sections` of n blocks, scratch for these blocks, and the arithmetic's constants
@@ -166,7 +166,7 @@ __device__ __forceinline__ int transform(const Wht& job, const Run& run, const T
     return bad;
 }
 
-// Write the sum of squares of each transformed key of a run after its mean is subtracted.
+// Write the sum of squares of each transformed key of a run, less the run's mean.
 __device__ __forceinline__ void take_energies(const Wht& job, const Share& share, const Mean& mean, const float* y,
                                               float* energies, int lane) {
     const int tokens = job.all.tokens;
@@ -193,7 +193,7 @@ __device__ __forceinline__ void take_energies(const Wht& job, const Share& share
     __syncwarp();
 }
 
-// Subtract from a run's transformed keys its mean, rounded to whole steps of the row.
+// Subtract the run's mean, rounded to whole steps of the row, from the run's transformed keys.
 __device__ __forceinline__ void subtract_mean(const Wht& job, const Run& run, const Share& share, float step, float* mean,
                                               float* y, int lane) {
     const Sections& all = job.all;
