@@ -1,6 +1,6 @@
 // Calibrated sections (manthan.codec.cpu.klt) in encoded blocks: layout of the base and refinements, and copies of
-// words from the buffers in which rows were encoded. A part is the base, level 0, or a refinement, level 1 and finer. A
-// group is layers or heads encoded together (manthan.codec.profile). A row is a group's numbers in one part.
+// words from the buffers in which rows were encoded. A part is the base (level 0) or a lossy refinement (levels 1 to
+// LEVELS - 1). A group is layers or heads encoded together (see manthan.codec.profile). A row is its numbers in a part.
 
 typedef u16 Half;  // fp16
 __device__ __forceinline__ float wide(Half x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
@@ -34,7 +34,7 @@ struct Sections {  // arguments of a kernel, for n KV blocks with the same layou
     Half* rows;                 // [some, width, C]: numbers to transform
     const float* products;      // [some, width, C]: numbers that the inverse transform gave
     Half* numbers;              // [components, width]
-    signed char* shifts;        // [groups, width]
+    signed char* shifts;        // [groups, width] j of each token
     int* steps;                 // [n] k of each block, whose steps are 2**(k / 3) times as large
     int* levels;                // [n] finest usable level of each block; not scratch
     u16* words;                 // [n, LEVELS, room of all groups]
@@ -43,7 +43,7 @@ struct Sections {  // arguments of a kernel, for n KV blocks with the same layou
     i64 block_stride;           // in elements, as the next four
     i64 at[2];                  // first key and first value of the section in a paged block
     int head_stride, token_stride;
-    i64 tables_nbytes, likely_at, rest_at, head_nbytes, start, limit;  // start: of the section; limit: of parts' bytes
+    i64 tables_nbytes, likely_at, rest_at, head_nbytes, start, limit;  // start: section's offset; limit: most bytes
     i64 kept_at;                                    // offset of the latents' scales in an encoded block
     int n, all, groups_count, components, streams;  // all: number of levels to write; streams: of all groups' rows
     int tokens, first_token, block_tokens, layers;
