@@ -280,7 +280,7 @@ class BlockFormat:
         found, shape = header.sections, self.shape
         for section in found:
             if section.codec not in self._codecs:
-                raise WireError(f"a section is in codec {section.codec!r}: the block's is {self.codec}.", "codec")
+                raise WireError(f"a section is in codec {section.codec!r}: this format's is {self.codec}.", "codec")
         exact, (first_head, heads) = exact_of(found), self._heads_of(header)
         shape = shape if heads == shape.heads else replace(shape, heads=heads)
         is_ours = exact <= shape.tokens and found == sections(self.codec, shape, exact, first_head)

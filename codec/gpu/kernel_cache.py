@@ -73,7 +73,7 @@ class KernelCache:
     def _warn(self, error: OSError) -> None:
         logger.warning(
             "Manthan: compiled kernels are not kept in %s: %s; they are compiled again at each start. "
-            "VLLM_CACHE_ROOT names another folder.",
+            "Make the folder writable, or set VLLM_CACHE_ROOT to another folder.",
             self._folder,
             error.strerror or error,
         )
