@@ -23,11 +23,11 @@ from manthan.codec.errors import HeadDimError, ShapeError
 
 Kind = Literal["key", "value"]
 Numbers = npt.NDArray[Any]
-"""Numbers of the cache: float16, float32, uint16 with bf16 bits, uint8 with fp8 bits, or any bytes."""
+"""Numbers of the KV cache: float16, float32, uint16 with bf16 bits, uint8 with fp8 bits, or any bytes."""
 Positions = npt.NDArray[np.int64]
 """[tokens]: position of each token in its session, from 0."""
 Codes = npt.NDArray[np.uint8]
-"""[nbytes]: encoded numbers."""
+"""[nbytes]: bytes of an encoded section, or of a whole compressed block."""
 
 
 def check_head_dim(head_dim: int) -> None:
@@ -42,13 +42,13 @@ class SectionKind(IntEnum):
     KEYS = 1
     VALUES = 2
     BOTH = 3  # keys, and then values
-    STATE = 4  # a recurrent layer's state
-    RAW = 5  # opaque bytes of the cache: a whole block, or the layers without a codec
+    STATE = 4  # never written: recurrent states are RAW
+    RAW = 5  # opaque bytes of the KV cache: a whole block, or `BlockShape.beside`
     LATENT = 6  # latents of MLA, cut into pieces that stand for heads; encoded like keys without RoPE
 
 
 class Dtype(IntEnum):
-    """Dtype of the KV cache's numbers, which decoding returns."""
+    """Dtype of numbers in the KV cache."""
 
     BFLOAT16 = 1
     FLOAT16 = 2
@@ -72,12 +72,12 @@ class Section:
     """Description of a section of a compressed block.
 
     codec: name of the codec.
-    layers, first_layer: count of layers, and index of the first layer in the KV cache group.
+    layers, first_layer: count of layers, and index of the first layer; Manthan writes 0.
     tokens, first_token: count of tokens, and index of the first token in the block.
-    heads, head_dim: count of KV heads in this shard, and of numbers in a vector. Opaque bytes are runs of equal length:
-    then the count of runs, and of bytes in a run.
+    heads, head_dim: count of KV heads (or of a latent's pieces), and of numbers in a vector. Opaque bytes are
+    layers * heads * tokens runs of `head_dim` bytes; `tokens` may then differ from the block's count of tokens.
     dtype: dtype of the numbers before encoding and after decoding.
-    first_head: index of this shard's first head among the model's KV heads.
+    first_head: index of the first head among the KV heads of all tensor-parallel ranks.
     """
 
     kind: SectionKind
@@ -132,13 +132,13 @@ class Codec(ABC):
 
     name: str
     varies: bool = False
-    """True if sections of equal shape may differ in size."""
+    """True if encoded sections of equal shape may differ in size."""
     scales_vectors: bool = False
-    """True if a scale is stored with each vector. A factor common to a vector's numbers then changes only the scale."""
+    """True if a scale is stored with each vector. A common factor then changes only the scale, but for rounding."""
     levels: int = 1
-    """Number of levels: precisions to which a block can be decoded. The base is the coarsest level.
+    """Number of levels: precisions to which a block can be decoded. The base, stored first, gives the coarsest level.
 
-    Each refinement, stored behind the base, adds a level.
+    Each refinement, stored behind the base, adds a finer level.
     """
 
     @abstractmethod
@@ -146,7 +146,7 @@ class Codec(ABC):
         """Return the most bytes of an encoded section, refinements included; the exact number if not `varies`."""
 
     def expected_nbytes(self, section: Section) -> int:
-        """Return the bytes of a typical section, at most `max_nbytes`."""
+        """Return the bytes of a typical encoded section, refinements included, at most `max_nbytes`."""
         return self.max_nbytes(section)
 
     @abstractmethod
@@ -174,5 +174,5 @@ class Codec(ABC):
     def decode_parts(
         self, codes: Codes, refinements: Sequence[Codes], section: Section, positions: Positions
     ) -> Numbers:
-        """Decode the base and `refinements`, coarsest first. Refinements cut from the block's end are missing."""
+        """Decode the base and `refinements`, coarsest first. The last refinements are missing if the block was cut."""
         return self.decode(codes, section, positions)

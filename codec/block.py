@@ -1,9 +1,9 @@
 """Encode a KV cache block into a compressed block, and decode a compressed block.
 
 A compressed block has sections, each with a codec. A section holds some of the block's numbers, such as the keys of all
-layers. A KV cache group may also have layers that no codec can encode. The bytes of these layers are the first section.
-In multi-head latent attention (MLA), the part of a token with RoPE stands for the keys, and is kept exact. The latent
-stands for the values; pieces of the latent stand for heads. docs/codec.md says why.
+layers. A KV block may also have opaque bytes, kept exact as the first section. In multi-head latent attention (MLA) a
+token has a latent and a part with RoPE. The array of keys then has the part with RoPE, kept exact. The array of values
+has the latent, cut into pieces instead of heads. docs/codec.md says why.
 """
 
 import math
@@ -34,11 +34,11 @@ class Scales:
     unit. Decoded numbers are divided by the same scales. A scale that is not positive counts as 1.
 
     Args:
-        row: bytes of a token's row: the latent, then RoPE's part.
-        piece: count of numbers with a common scale.
+        row: bytes of a token in the paged cache: the latent, then RoPE's part.
+        piece: count of numbers in a piece, which have a common scale.
         nbytes: bytes of a scale: 4 for float32, 1 for float32's exponent alone.
         stride: bytes from a token's scales to the next token's, in the array that has the scales.
-        place: index of that array in `BlockShape.arrays`: 0 for RoPE's part, 2 for the raw bytes.
+        place: index of that array in `BlockShape.arrays`: 0 for RoPE's part, 2 for `BlockShape.beside`.
         rope_at: byte offset of the bf16 numbers in RoPE's part of a token.
     """
 
@@ -65,9 +65,9 @@ class BlockShape:
     """Shape of a block of a KV cache group on one rank.
 
     dtype: UINT8 stands for opaque bytes. They take the position of the keys, and there are no values.
-    latent: count of numbers in a token's latent in a layer (MLA); 0 for a block with values. With a latent, `heads` is
-    1, and `head_dim` is the size of RoPE's part.
-    beside: shape of the opaque bytes of further layers in the group; None without such layers.
+    latent: count of numbers in a token's latent in a layer (MLA); 0 without latents. With a latent, `heads` is 1, and
+    `head_dim` is the count of numbers in RoPE's part.
+    beside: shape of further opaque bytes: of layers that no lossy codec can encode, or scales of latents; or None.
     scales: layout of the scales of fp8 latents, if each token has scales. RoPE's part is then bytes: bf16 numbers, and
     the scales if `Scales.place` is 0.
     """
@@ -83,7 +83,7 @@ class BlockShape:
 
     @cached_property
     def arrays(self) -> tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]:
-        """Shape and dtype of each of a block's arrays: the keys, the values, and the raw bytes if any."""
+        """Shape and dtype of a block's arrays: keys or RoPE's part, values or latents, and any bytes of `beside`."""
         own = [(self.numbers, self.dtype.numpy), (self.value_numbers, self.dtype.numpy)]
         return tuple(own) if self.beside is None else (*own, self.beside.arrays[0])
 
@@ -106,7 +106,7 @@ class BlockShape:
         return (self.layers, self.latent // self.coded_dim, self.tokens, self.coded_dim)
 
     def floats(self, arrays: Sequence[Numbers]) -> tuple[Floats, Floats]:
-        """Return a block's keys and values as float32, or RoPE's part and the latents times their scales."""
+        """Return keys and values as float32; for MLA, RoPE's part, and the latents times any scales."""
         keys, values = arrays[:2]
         if self.scales is None:
             return as_floats(keys, self.dtype), as_floats(values, self.dtype)
@@ -131,7 +131,7 @@ class DecodedShard(NamedTuple):
 
     first_head: index of the first of the `heads` heads among the model's KV heads.
     numbers: arrays as in `BlockShape.arrays`.
-    ignored: bytes of the first damaged refinement, and of all refinements behind it.
+    ignored: number of bytes behind the base and the good refinements.
     """
 
     first_head: int
@@ -158,13 +158,13 @@ def piece_dim(latent: int) -> int:
 def sections(codec: str, shape: BlockShape, exact: int, first_head: int = 0) -> tuple[Section, ...]:
     """Return the sections of a block: the first `exact` tokens are kept exact, and `codec` encodes the other tokens.
 
-    Each number is in one section. The bytes of `shape.beside` come first. A block of opaque bytes is a single section,
-    kept exact unless `codec` is a codec of recurrent states.
+    RoPE's part of MLA is exact for all tokens. The bytes of `shape.beside` come first. A block of opaque bytes is a
+    single section, kept exact unless `codec` is a codec of recurrent states.
 
     Args:
         first_head: index of the block's first head among the model's KV heads.
 
-    Raises: ShapeError if the block has fewer than `exact` tokens.
+    Raises: ShapeError unless `exact` is between 0 and the block's count of tokens; HeadDimError.
     """
     if not 0 <= exact <= shape.tokens:
         raise ShapeError(f"{exact} exact tokens cannot be: the block has {shape.tokens}.")
@@ -202,7 +202,7 @@ class BlockFormat:
         shape: shape of the blocks before encoding.
         fingerprint: 16 bytes; see `wire.BlockHeader`.
         group: index of the KV cache group.
-        facts: RoPE and profile of the model, which some codecs need.
+        facts: RoPE, profile and layout of states of the model, which some codecs need.
         first_head: index of the blocks' first head among the model's KV heads.
 
     Raises: UnknownCodecError, HeadDimError, ProfileError.
@@ -224,7 +224,7 @@ class BlockFormat:
             self._codecs[codec] = Fp8Codec(self._codecs[codec])
 
     def without_bytes(self) -> "BlockFormat":
-        """Return the format of the same blocks without the layers of `shape.beside`."""
+        """Return the format of the same blocks without the bytes of `shape.beside`."""
         shape = replace(self.shape, beside=None)
         return BlockFormat(self.codec, shape, self.fingerprint, self.group, self.facts, self.first_head)
 
@@ -244,7 +244,7 @@ class BlockFormat:
         return BlockHeader(key, self.fingerprint, self.shape.tokens, made, self.group, first_token, mark)
 
     def max_sizes(self, exact: int) -> tuple[int, ...]:
-        """Most bytes of each section; the exact bytes for a codec with a fixed rate."""
+        """Return the most bytes of each section. A codec with a fixed rate always writes this number."""
         made = sections(self.codec, self.shape, exact)
         return tuple(self._codecs[section.codec].max_nbytes(section) for section in made)
 
@@ -280,7 +280,7 @@ class BlockFormat:
         found, shape = header.sections, self.shape
         for section in found:
             if section.codec not in self._codecs:
-                raise WireError(f"a section is in codec {section.codec!r}: the block's is {self.codec}.", "codec")
+                raise WireError(f"a section is in codec {section.codec!r}: this format's is {self.codec}.", "codec")
         exact, (first_head, heads) = exact_of(found), self._heads_of(header)
         shape = shape if heads == shape.heads else replace(shape, heads=heads)
         is_ours = exact <= shape.tokens and found == sections(self.codec, shape, exact, first_head)
@@ -289,7 +289,7 @@ class BlockFormat:
         return exact
 
     def _heads_of(self, header: BlockHeader) -> tuple[int, int]:
-        """Return the first head and the number of heads. Blocks with latents or bytes are not split by heads."""
+        """Return a block's first head and count of heads. Blocks with latents or opaque bytes have all heads."""
         if header.sections and not (self.shape.latent or self.shape.is_raw or self.shape.beside):
             return header.sections[0].first_head, header.sections[0].heads
         return self.first_head, self.shape.heads
@@ -337,7 +337,7 @@ class BlockFormat:
         return refined(seal(block[:at]), refinements) if refinements else seal(block[:at])
 
     def decode(self, buf: Buffer, *, key: bytes) -> tuple[Numbers, ...]:
-        """Return the arrays of a block with any number of exact tokens; they may be views of `buf`.
+        """Return the arrays of a block with any number of exact tokens. The arrays may be views of `buf`.
 
         Raises: WireError with the cause, or another CodecError for undecodable bytes.
         """
@@ -370,7 +370,7 @@ class BlockFormat:
         return tuple(_joined(parts) if parts else np.empty(*array) for parts, array in zip(found, arrays, strict=True))
 
     def _codec_of(self, section: Section, arrays: Sequence[Numbers]) -> Codec:
-        """Return the codec of a section. arrays: the block's arrays; the one with scales is already complete."""
+        """Return the codec of a section. arrays: the block's arrays; the array with scales is complete."""
         codec, scales = self._codecs[section.codec], self.shape.scales
         if scales is None or section.kind is not SectionKind.LATENT or not isinstance(codec, Fp8Codec):
             return codec
@@ -378,7 +378,7 @@ class BlockFormat:
         return codec.scaled(scales.of(arrays, self.shape)[:, :, first : first + section.tokens])
 
     def joined(self, shards: Iterable[DecodedShard]) -> tuple[Numbers, ...]:
-        """Return the arrays of this format's heads. Raises SizeError if the shards leave out a head."""
+        """Return the arrays of this format's heads. Raises SizeError unless each head is in exactly one shard."""
         wanted, heads = sorted(shards, key=itemgetter(0)), self.shape.heads
         if [shard[:2] for shard in wanted] == [(self.first_head, heads)]:
             return wanted[0].numbers
@@ -403,7 +403,7 @@ class BlockFormat:
 def _places(section: Section, arrays: int) -> tuple[int, ...]:
     """Return the indices of the arrays that hold a section's numbers. arrays: count of the block's arrays.
 
-    Opaque bytes are the third array. In a block of opaque bytes alone they are the first, and the second is empty.
+    Bytes of `BlockShape.beside` are the third array. In a block of opaque bytes alone the bytes are the first array.
     """
     if section.kind is SectionKind.RAW:
         return (2,) if arrays > 2 else (0,)

@@ -1,6 +1,6 @@
-"""Make the profile of a model for calibrated codecs, from the model's keys and values, or its latents.
+"""Make the profile (tables and transforms for calibrated codecs) of a model, from its keys and values, or its latents.
 
-Most tokens give means and covariances. Other tokens are held back, and measure the sizes and errors of encoding.
+Most tokens give means and covariances. The others are held back, to measure the sizes and errors of encoding.
 
 A metric gives the cost of errors: a matrix G for keys and a matrix for values of a layer. An error e of a token costs e
 G e^T. With G = L L^T (Cholesky), all directions of x @ L cost the same. The eigenvectors U of the covariance of x @ L
@@ -25,8 +25,8 @@ from manthan.codec.profile import Group, Profile, ProfileInfo, rank_heads
 from manthan.codec.tables.frequencies import SHAPES
 from manthan.codec.tables.levels import FINE, STEPS, WIDTHS
 
-SINKS = 4  # first tokens of a text, kept exact and not counted
-HELD_BACK = 5  # of the tokens of a call, the last fifth is held back
+SINKS = 4  # first tokens of a text, left out because blocks keep them exact
+HELD_BACK = 5  # of the tokens of a call of `add`, the last fifth is held back
 SAMPLE = 2048  # most held back tokens of a layer
 BLOCK = 16  # tokens of the blocks whose size decides the step: the smallest usual block size
 HEADER = 256  # bytes of the block's header and entries
@@ -34,7 +34,7 @@ EVEN = 0.001  # weight added to each direction of a metric, as a share of the av
 EVEN_OF_KEYS = 0.3  # the same share, if the covariance of keys stands for the metric of keys
 SHARES = (1.0, 2.0)  # steps of keys and of values without a metric, in deviations of their layer's components
 TOGETHER = 2, 2048  # most layers of a group, and most numbers of a token in a group
-RATIOS = 20.0, 12.0, 8.0, 5.0  # least ratio of bf16 bytes to encoded bytes, by level
+RATIOS = 20.0, 12.0, 8.0, 5.0  # wanted ratio of bf16 to encoded bytes, by level; headers count as at most half of these
 EXPONENT, RIDGE = 0.5, 30.0
 """A token's steps are proportional to its weight to the power of -EXPONENT. RIDGE shrinks regression coefficients."""
 FINEST = 2.0 ** (np.arange(-90, 60) / 6)  # candidates for the step of the finest lossy level, ascending
@@ -66,12 +66,12 @@ class _Moments:
             self.held, self.every = self.held[::2], 2 * self.every
 
     def root(self, at: slice, share: float, covariance: Doubles) -> Doubles:
-        """Return a matrix: errors of the numbers times the matrix cost the same in all layers, keys and values.
+        """Return a matrix. Errors of x @ matrix cost the same in all directions, layers, keys and values.
 
         Args:
-            at: columns of the rows, the numbers of a rank's heads.
+            at: columns of the rows, the numbers x of a group's heads.
             share: see SHARES.
-            covariance: covariance of these numbers.
+            covariance: covariance of x.
         """
         if self.weights is not None:
             weights = self.weights[at, at]
@@ -87,7 +87,7 @@ class _Moments:
 
 
 def _evened(weights: Doubles, least: float) -> Doubles:
-    """Return weights scaled to 1 on average, with `least` added to each direction."""
+    """Return weights scaled to a diagonal of 1 on average, with `least` added to each direction."""
     mean = float(np.trace(weights)) / len(weights)
     made: Doubles = weights / (mean or 1.0) + least * np.eye(len(weights))
     return made
@@ -113,7 +113,7 @@ class ProfileBuilder:
         return min(moments[0].tokens for moments in self._layers)
 
     def add(self, layer: int, positions: Positions, *parts: Floats) -> None:
-        """Add keys and values of a layer, or latents. Tokens with a non-finite number are left out.
+        """Add keys and values of a layer, or latents. A text's first SINKS tokens and non-finite tokens are left out.
 
         Args:
             layer: index of the layer. The layers of a text are added in ascending order.
@@ -131,7 +131,7 @@ class ProfileBuilder:
             joint.take(layer, [x.reshape(len(x), -1, self._info.head_dim) for x in told])
 
     def weigh(self, layer: int, *metrics: Doubles) -> None:
-        """Set a layer's metrics, [C, C]: for keys before RoPE and for values, or for latents.
+        """Set a layer's metrics, [heads * head_dim, heads * head_dim]: for keys before RoPE and values, or for latents.
 
         The costs that the metrics of all layers give must have the same unit.
         """
@@ -139,11 +139,11 @@ class ProfileBuilder:
             moments.weights = weights
 
     def weigh_tokens(self, energies: Sequence[Doubles]) -> None:
-        """Add the tokens' weights of the text whose last layer was added last.
+        """Add weights of the tokens of the text that was added last.
 
-        A weight tells how much later queries attend to a token.
+        A weight, such as the energy of a gradient, tells how much later queries attend to a token.
 
-        energies: for each layer, [tokens] from index SINKS on: energy of a token's gradient in the layer's metric.
+        energies: for each layer, [tokens], weights of the text's tokens from token SINKS on.
         """
         for joint in (joint for joints in self._joints for joint in joints):
             joint.weigh(np.sum([energies[layer] for layer in joint.layers], 0))
@@ -196,7 +196,7 @@ class _Joint:
         self._products += kept.T @ kept
 
     def weigh(self, energies: Doubles) -> None:
-        """Add weights of the tokens that were taken last, after removing the trend along the text."""
+        """Add weights of the tokens taken last, less the trend along the text; nothing if a token was not finite."""
         if self._rows is None:
             return
         told = np.log(energies + 1e-9 * energies.mean() + 1e-300)
@@ -207,7 +207,7 @@ class _Joint:
         self._told = products + (f.T @ f).astype(np.float64), sums + f.T.astype(np.float64) @ told
 
     def weigher(self) -> Floats:
-        """Return the coefficients of a ridge regression from a token's features to its j, see `Group.weigher`."""
+        """Return coefficients of a ridge regression from a token's features to its j; zeros without weights."""
         if self._told is None:
             return np.zeros(len(self.center) + len(self.center) // self.head_dim + 1, np.float32)
         products, sums = self._told
@@ -245,7 +245,7 @@ class _Joint:
 class _Components(NamedTuple):
     """Transform of a group, before a step is chosen.
 
-    held: rows held back. y: their components. j: of each row; a low j means a great weight and finer steps.
+    held: rows held back. y: their components. j: by row; a low j means a great weight, and makes steps finer.
     """
 
     group: Group
@@ -278,7 +278,7 @@ def _joints(info: ProfileInfo, heads: range) -> list[_Joint]:
 
 
 def _stepped(info: ProfileInfo, ranks: Sequence[Sequence[_Components]]) -> tuple[list[list[Group]], tuple[float, ...]]:
-    """Return the groups of all ranks with the least step that meets RATIOS, and the bits of a number by level."""
+    """Return the groups, with the least step that meets RATIOS if any does, and the bits of a number by level."""
     every = [each for of_rank in ranks for each in of_rank]
     size = sum(each.y.shape[1] for each in every)
     groups = [each.group for each in every]
@@ -307,7 +307,7 @@ def _stepped(info: ProfileInfo, ranks: Sequence[Sequence[_Components]]) -> tuple
 
 
 def _measured(each: _Components, step: float, info: ProfileInfo) -> Group:
-    """Return the group with `errors`, measured at the finest lossy level."""
+    """Return the group with the step, and with `errors` measured at the finest lossy level."""
     group, x, j = each.stepped(step), each.held[::FEW], each.j[::FEW].copy()
     q = finest(each.y[::FEW] / np.float32(step), j)
     back = places(group, q, j, 0, len(STEPS) - 1).astype(np.float32).T @ group.inverse / (FINE * 256) + group.mean
@@ -322,7 +322,7 @@ def _measured(each: _Components, step: float, info: ProfileInfo) -> Group:
 def _bits_exact(
     info: ProfileInfo, held: Sequence[_Components], groups: Sequence[Group], bits: Doubles
 ) -> tuple[float, ...]:
-    """Return `bits` with the bits of exact blocks appended, measured on held back tokens."""
+    """Return `bits` with the bits of exact blocks appended, measured on a rank's held back tokens."""
     told = (*map(float, bits), 16.0)
     profile = Profile.of(replace(info, bits=told), [groups])
     codec = KltCodec("klt-exact", EXACT, info.head_dim, profile, info.rope)

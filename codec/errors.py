@@ -10,15 +10,15 @@ class UnknownCodecError(CodecError):
 
 
 class HeadDimError(CodecError):
-    """head_dim is not a multiple of 8 from 32 to 512."""
+    """head_dim is not a multiple of 8 from 32 to 512, or a latent has no such divisor up to 128."""
 
 
 class ShapeError(CodecError):
-    """Numbers do not have the block's shape or dtype, or the codec does not take sections of this kind."""
+    """Numbers, a paged cache, a size or a count of exact tokens does not fit a block, or a section not a codec."""
 
 
 class NonFiniteError(CodecError):
-    """A number to encode is a NaN, an infinity or too far from the profile, or a scale to decode with is not finite."""
+    """A number to encode is a NaN, infinite, too large or too far from the profile, or a stored scale is not finite."""
 
 
 class DamagedError(CodecError):
@@ -26,19 +26,19 @@ class DamagedError(CodecError):
 
 
 class ProfileError(CodecError):
-    """A profile is missing, damaged, or made for a different model."""
+    """A profile is missing, damaged, made for a different model or rank, or would be made from too few tokens."""
 
 
 class HeaderError(CodecError):
-    """A header to be written does not fit the format."""
+    """A header to be written does not fit the format, or headers to be written at once differ in length."""
 
 
 class WireError(CodecError):
     """Unusable compressed block.
 
     cause: a word for metric labels: truncated or trailing (shorter or longer than the header says), magic (no
-    compressed block), version, checksum, codec (a codec that the block's format does not have), key (another block
-    hash), fingerprint (another model, dtype, codec or shard) or size (see SizeError).
+    compressed block), version, checksum, codec (a codec that the block's format does not have), key (another block hash
+    or KV cache group), fingerprint (another model, dtype, codec or shard) or size (see SizeError).
     """
 
     def __init__(self, message: str, cause: str) -> None:

@@ -31,10 +31,10 @@ LOGIT_NOISE, WORST_LOGIT_NOISE, VALUE_NOISE = 0.065, 0.2, 0.5
 QUERIES = 64  # most tokens of a head that stand for queries
 TINY = 1e-30
 LEAST_SHARE = 2e-5
-"""Least difference between tokens that counts, as a share of their energy. Less may be bf16's rounding.
+"""Tokens differ if the energy (sum of squares) of their difference is above this share of their own energy.
 
-Energy is a sum of squares. fp8 rounds more, but noise is measured against numbers that fp8 has rounded already."""
-LEAST_TOKENS = 32  # least number of different tokens for a measurement; fewer if the samples have fewer tokens
+Less may be bf16's rounding. fp8 rounds more, but noise is measured against numbers that fp8 has rounded already."""
+LEAST_TOKENS = 32  # least number of different tokens for a measurement; all tokens if the samples have fewer
 
 
 class NothingToMeasureError(CodecError):
@@ -109,7 +109,7 @@ class Sample:
     """Block to measure.
 
     arrays: the block's arrays, as in `BlockShape.arrays`.
-    first_token: position of the first token in the session.
+    first_token: position of the block's first token in the session.
     exact: number of exact first tokens.
     """
 
@@ -121,8 +121,8 @@ class Sample:
 def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -> Fidelity:
     """Return the noise of a format on sample blocks.
 
-    Exact tokens are left out, unless all tokens are exact. Tokens whose values in the last layer repeat an earlier
-    token's are left out. In each layer, heads whose tokens are all equal are left out.
+    Exact tokens are left out, unless all samples are exact throughout. Tokens whose values in the last layer repeat an
+    earlier token's are left out. In each layer, heads whose tokens are all equal are left out.
 
     Raises: NothingToMeasureError if too few tokens are left, CodecError for unencodable KV.
     """

@@ -22,7 +22,7 @@ class ExactCodec(Codec):
         return nbytes
 
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        """Return a view of the bytes."""
+        """Return a view of `codes`."""
         nbytes = self.max_nbytes(section)
         if codes.size != nbytes:
             raise SizeError(f"{codes.size} bytes are not {section.shape} in {section.dtype.name}: {nbytes} are.")

@@ -1,12 +1,13 @@
-"""Calibrated codec: a block is a base and refinements. The last refinement makes the block exact.
+"""Calibrated codec: a block is a base and up to four refinements. The last, the fourth, makes the block exact.
 
 A level is a precision. The base is the coarsest level, and each refinement adds a finer level. A block whose last
 refinements are cut off is a coarser block.
 
-A group is some layers, or some heads of a layer, encoded together. A token's keys before RoPE and values, or latents,
-are a vector x of C numbers in a group. The model's profile has, for each group, a mean, a Karhunen-Loeve transform in
-the metric of errors, and a regression from x to j. A low j means that later queries attend much to the token; its steps
-are then finer. If a block would be too large, k coarsens all steps; j alone still chooses the frequency tables:
+A group (of the profile, not of KV caches) is some layers, or some heads of a layer, encoded together. A token's keys
+before RoPE and values, or latents, are a vector x of C numbers in a group. The profile, calibrated on the model's KV,
+has for each group a mean, a Karhunen-Loeve transform in a metric of errors, and a regression from x to j, -8 to 7. A
+low j means that later queries attend much to the token, and makes its steps finer. If a block is too large, or a number
+takes more than 16 bits, k coarsens all steps; j alone still chooses the frequency tables:
 
     q = rint((x - mean) @ forward / 2**((j + k) / 3)), numbers of the finest lossy level
 
@@ -14,14 +15,13 @@ Numbers of coarser levels follow from q, see `manthan.codec.tables.levels`. Numb
 goes to rANS stream i % streams (see `manthan.codec.cpu.rans`).
 
 The last refinement encodes bf16 numbers. The finest lossy level predicts them in whole-number arithmetic, which gives
-equal results on every machine. The bf16 numbers are divided into cells, about half the prediction error's deviation
-wide. A number is encoded as the distance of its cell from the predicted cell, and the bits inside the cell.
-Little-endian:
+equal results on every machine. Cells, about half the prediction error's standard deviation wide, divide the numbers. A
+number is encoded as its cell's distance from the predicted cell, bits inside the cell, and in cell 0 its exponent:
 
     base:             | version u8, 1 | k u8 | 2 zero bytes | j + 8 of groups and tokens, 4 bits each | rows of groups |
     refinement:       | rows of groups |
     last refinement:  | 1, 3 zero bytes | xxh3-64 of the numbers u64 | rows of layers |
-                      or, if that fails or takes more bytes:  | 4 zero bytes | numbers |
+                      or, for other dtypes, or if that fails or takes more bytes:  | 4 zero bytes | numbers |
     rows:             | count of each row's words, u32 | states of each row's streams, u32 | words of all rows, u16 |
 """
 
@@ -50,11 +50,11 @@ STREAM_NUMBERS = 2048
 LEAST_J, END_J = -8, 8
 MOST_K = 60
 SCALES = np.rint(2.0 ** (np.arange(LEAST_J, END_J + MOST_K) / 3) * 256).astype(np.int64)
-"""Steps in units of 1 / 256, by j + k from LEAST_J on."""
+"""Factors of steps, 2**((j + k) / 3), in units of 1 / 256, by j + k from LEAST_J on."""
 TURN = 14
 """Fraction bits of RoPE's cosines and sines as whole numbers."""
 SLACK = 2
-"""Bound of the lossy levels' bytes over the expected bytes. Tokens with a low j need more bytes than expected."""
+"""Bound of the lossy levels' bytes, as a multiple of the expected. Tokens with a low j need more than expected."""
 REFINEMENT = 32
 """Most bytes of a refinement's front and padding."""
 
@@ -70,7 +70,7 @@ class KltPreset:
     level: int
 
     def codec(self, head_dim: int, facts: ModelFacts = NO_FACTS) -> "KltCodec":
-        """Return the codec on the CPU. Raises HeadDimError, ProfileError for a missing or unfit profile."""
+        """Return the codec on the CPU. Raises HeadDimError; ProfileError for a missing or unfit profile."""
         if facts.profile is None:
             raise ProfileError(f"codec {self.name} needs a profile of the model: run `manthan calibrate MODEL`.")
         return KltCodec(self.name, self.level, head_dim, facts.profile, facts.rope)
@@ -353,7 +353,7 @@ def finest(y: Any, shifts: Whole) -> Any:
 
 
 def places(group: Group, q: Any, j: Whole, k: int, level: int) -> Any:
-    """Return the decoded components at a level, float64 [C, tokens], in units of 1 / (256 * FINE)."""
+    """Return the decoded components at a level, float64 [C, tokens], in 1 / (256 * FINE) of the step at j + k = 0."""
     made = np.empty(q.shape)
     _kernels().places(q, group.tables, j, *_numbers(level, j, k), made)
     return made
@@ -362,7 +362,7 @@ def places(group: Group, q: Any, j: Whole, k: int, level: int) -> Any:
 def _numbers(level: int, j: Whole, k: int) -> tuple[int, Any, Whole]:
     """Return the kernels' arguments at a level.
 
-    They are the step in units of 1 / FINE, the decoded positions in intervals, and the factor of each token's steps.
+    They are the step and the decoded positions in intervals, both in units of 1 / FINE, and a factor for each token.
     """
     return levels.STEPS[level] * levels.FINE, levels.centres()[level], SCALES[j + k - LEAST_J]
 

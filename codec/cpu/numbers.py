@@ -1,7 +1,7 @@
 """Convert the KV cache's numbers to float32, and float32 to the cache's numbers.
 
 An fp8 number is a byte: the highest bit is the sign, the lowest `mantissa` bits are the fraction, and the bits between
-are the exponent. A number with exponent 0 is subnormal.
+are the exponent. A number with exponent 0 is zero or subnormal.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def as_floats(x: Numbers, dtype: Dtype = Dtype.BFLOAT16) -> Floats:
 
 
 def as_numbers(x: Floats, dtype: Dtype) -> Numbers:
-    """Round to the nearest numbers of a dtype, ties to even, within the dtype's range. Overwrites x."""
+    """Clip to a dtype's range, and round to its nearest numbers, ties to even. May overwrite x."""
     if dtype.is_fp8:
         return _as_fp8(x, FORMS[dtype])
     np.clip(x, -LARGEST[dtype], LARGEST[dtype], out=x)
@@ -119,8 +119,8 @@ class Fp8Codec(Codec):
 
     Args:
         codec: codec of the float32 numbers.
-        scales: float32 that broadcast to a section's shape. `codec` encodes the numbers times their scales. None if the
-            cache's scales never change: `codec` encodes the numbers without scales.
+        scales: float32 that broadcast to a section's shape. `codec` encodes the numbers times their scales. If None,
+            `codec` encodes the numbers without scales.
     """
 
     def __init__(self, codec: Codec, scales: Floats | None = None) -> None:

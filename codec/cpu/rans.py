@@ -1,9 +1,9 @@
 """Encode small integers to bytes, and decode, by range asymmetric numeral systems (rANS; Duda, 2013) in many streams.
 
-Integers come in rows: a row has one layer's integers, [components, tokens]. Every component has a table of frequencies.
-Number i of a row belongs to stream i % streams. All streams of a row share one sequence of 16-bit words (Giesen,
-"Interleaved entropy coders", 2014), so that many threads can decode a row in step. A thread finds its next word from
-the states of all streams.
+A row has the integers of a layer's keys or values, in `klt` of a group: [components, tokens]. A component has a table
+of frequencies. Number i of a row belongs to stream i % streams. All streams of a row share one sequence of 16-bit words
+(Giesen, "Interleaved entropy coders", 2014), so that many threads can decode a row in step. A thread finds its next
+word from the states of all streams.
 
     x: state of a stream, 2**16 to 2**32 - 1
     f, c: frequency of a symbol, and sum of the earlier symbols' frequencies; all frequencies sum to 2**12
@@ -17,16 +17,16 @@ the states of all streams.
         if x < 2**16: x = x * 2**16 + the next word
 
 An encoder's state begins at 2**16, and a decoder's must end there. Integers of -127 to 127 are symbols. An integer
-without a frequency is the symbol ESCAPE, followed by the integer, -32,768 to 32,767, as a separate word. Words stand in
-the order of decoding. As bytes, little-endian:
+without a frequency in the table is the symbol ESCAPE, followed by the integer, -32,768 to 32,767, as a word. Words
+stand in the order of decoding. As bytes, little-endian:
 
     | count of each row's words | states of each row's streams, u32 | words of all rows, u16 |
 
 A count is u16, or u32 for rows that may have 2**16 words or more.
 
 If a section is larger than its bound, or a number takes more than 16 bits, quantization steps are doubled until the
-section fits. The integers are divided by 2**doublings and rounded, ties to even. In the end all integers are 0. They
-fit, because a 0 takes fewer bits than a table's average symbol.
+section fits. The integers are divided by 2**doublings and rounded, ties to even. After the last doubling all integers
+are 0. They fit, because a 0 takes fewer bits than a table's average symbol.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ from manthan.codec.errors import DamagedError, SizeError
 from manthan.codec.tables.frequencies import SCALE
 
 VERSION, START = 1, 4
-"""Version of an encoded section, and bytes of the front: version u8, number of doublings u8, 2 zero bytes."""
+"""Version of an encoded section, and bytes of the front: version u8, doublings u8 (`klt`: k), 2 zero bytes."""
 LOWEST = 1 << 16
 STREAM_NUMBERS = 1024
 STREAMS_MAX = 32
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
     """Layout of rows, which a decoder must know.
 
     components: int64 [rows], count of each row's components.
-    tables: uint8 [sum of components], each component's index in the tables of `Coder`.
+    tables: uint8 [sum of components], index of each component's table in the `Coder`.
     tokens, streams: counts in every row.
     """
 
@@ -108,7 +108,7 @@ def _counts(numbers: int) -> np.dtype[np.unsignedinteger]:
 
 
 def check_front(codes: Codes, codec: str, most_doublings: int) -> int:
-    """Return the number of doublings, from the front of an encoded section. Raises DamagedError."""
+    """Return the number of doublings, or k of `klt`, from the front of an encoded section. Raises DamagedError."""
     front: list[int] = codes[:START].tolist()
     if front != [VERSION, front[1], 0, 0] or front[1] > most_doublings:
         raise DamagedError(f"codes of {codec} begin with {bytes(front).hex()}: 01000000 does.")

@@ -1,14 +1,14 @@
 """Encode recurrent states of Mamba and linear attention layers, in bf16 or in 8 bits with a scale for each row.
 
-A layer's state is all that the layer keeps of the tokens so far. It has a matrix for each head, and the last inputs of
-a short convolution. In float32 the matrices take a tenth of a session's bytes or more. The inputs are few, and are kept
-exact. The encoded parts of a state stand one behind the other, each for all layers:
+A layer's state is all that the layer keeps of the tokens so far. A part of it is all heads' matrices, or the last
+inputs of a short convolution. In float32 the matrices take a tenth of a session's bytes or more. The inputs are few,
+and are kept exact. The encoded parts stand one behind the other, each for all layers:
 
     kept exact     the part's bytes, layer after layer
     bf16           uint16 [numbers], rounded to the nearest, ties to even
     int8           float32 [rows], the scales; int8 [rows, numbers of a row]
 
-A row's scale is its largest magnitude over 127. An error is at most half the scale, a 254th of the largest magnitude.
+A matrix row's scale is the largest magnitude / 127. An error is at most half the scale, before rounding to the dtype.
 Padding is not kept, and is decoded to zeros.
 """
 

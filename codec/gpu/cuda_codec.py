@@ -1,4 +1,4 @@
-"""Code shared by the codecs with CUDA kernels: constants and arguments of kernels, and exact sections."""
+"""Constants and arguments (jobs) of CUDA kernels, and jobs for exact sections: parts of a block kept bit for bit."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -47,9 +47,9 @@ class Job(ctypes.Structure):
         tokens: int,
         payload: Sequence[int],
     ) -> Self:
-        """Return the job for sections of `tokens` tokens of a block, without a batch of blocks.
+        """Return the job for sections of `tokens` tokens of a block, from `first_token` on, without a batch of blocks.
 
-        caches: result of `addresses`. payload: byte offsets of keys and of values in an encoded block.
+        caches: addresses of the layers. payload: byte offsets of keys and of values in an encoded block.
         """
         return cls(
             caches=caches.data_ptr(),
@@ -83,7 +83,7 @@ def addresses(layout: PagedLayout) -> torch.Tensor:
 
 
 def exact_jobs(layout: PagedLayout, caches: torch.Tensor, form: Form, exact: int) -> list[Job]:
-    """Return the jobs for the exact sections of blocks with `exact` exact tokens. caches: result of `addresses`."""
+    """Return the jobs for exact sections, opaque bytes first, if `exact` tokens are exact. caches: see `addresses`."""
     jobs, first, at = [], len(layout.caches), form.starts[0]
     for run in layout.raw():
         jobs.append(Job.plan(run, caches[first:], form, 0, 1, (at, at)))
@@ -96,7 +96,7 @@ def exact_jobs(layout: PagedLayout, caches: torch.Tensor, form: Form, exact: int
 
 
 def scales_of(layout: PagedLayout, form: Form) -> dict[str, int]:
-    """Return the kernels' arguments for the scales of latents, fields of `struct Sections`. Empty without scales."""
+    """Return kernel arguments for the scales of latents, fields of `struct Sections`. Empty without scales."""
     if layout.scales is None:
         return {}
     section = int(layout.scales.place == 0 and layout.beside is not None)

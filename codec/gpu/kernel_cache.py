@@ -32,9 +32,9 @@ class KernelCache:
         self._unwritten: dict[Path, bytes] = {}
 
     def compiled(self, named: tuple[str, ...], make: Callable[[], bytes]) -> bytes:
-        """Return the kernel compiled for `named`: from the folder if some process left it there, else from `make`.
+        """Return the kernels compiled for `named`: kept ones if any, else those of `make`, which are then kept.
 
-        named: all that the kernel depends on.
+        named: all that the kernels depend on.
         """
         path = self._folder / f"{DIGEST(repr(named).encode()).hexdigest()}.cubin"
         kept = self._unwritten.get(path) or self._read(path)
@@ -50,7 +50,7 @@ class KernelCache:
         return made
 
     def _read(self, path: Path) -> bytes | None:
-        """Return the file's content; None for a missing or damaged file."""
+        """Return the kernels in a file; None for a missing or damaged file."""
         try:
             content = path.read_bytes()
         except OSError:
@@ -73,7 +73,7 @@ class KernelCache:
     def _warn(self, error: OSError) -> None:
         logger.warning(
             "Manthan: compiled kernels are not kept in %s: %s; they are compiled again at each start. "
-            "VLLM_CACHE_ROOT names another folder.",
+            "Make the folder writable, or set VLLM_CACHE_ROOT to another folder.",
             self._folder,
             error.strerror or error,
         )

@@ -17,7 +17,7 @@ THREADS = 512
 ALONE = THREADS // 32
 """Number of warps in a block of THREADS threads.
 
-A launch with `n * ALONE` warps has n blocks of threads, so that n busy warps run on separate multiprocessors.
+A launch with `n * ALONE` warps has n thread blocks, so that n busy warps spread over the multiprocessors.
 """
 
 
@@ -46,12 +46,12 @@ class Module:
     def launch(
         self, name: str, argument: ctypes.Structure, warps: int, *, threads: int = THREADS, shared: int = 0
     ) -> None:
-        """Start a kernel on the current stream, with `warps` warps, rounded up to whole blocks of threads.
+        """Start a kernel on the current CUDA stream, with `warps` warps, rounded up to whole blocks of threads.
 
-        The grid is bounded by the blocks that the device can hold at once: kernels loop over the rest. Raises
+        The grid is bounded by the thread blocks that the device can hold at once: kernels loop over the rest. Raises
         CompileError if CUDA refuses the launch.
 
-        threads: in a block. shared: bytes of dynamic shared memory in a block.
+        threads: in a thread block. shared: bytes of dynamic shared memory in a thread block.
         """
         if not warps:
             return
@@ -66,7 +66,7 @@ class Module:
         key = name, threads, shared
         if key not in self._functions:
             function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
-            if shared > self._shared.get(name, 0):  # never less: launches with more may follow
+            if shared > self._shared.get(name, 0):  # never lowered: launches with more may follow
                 self._shared[name] = shared
                 attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 _checked(driver.cuFuncSetAttribute(function, attribute, shared))

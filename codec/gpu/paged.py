@@ -1,7 +1,7 @@
 """Interface of the GPU codecs: blocks of a paged KV cache to encoded blocks in the same device's memory, and back.
 
-A codec reads and writes the paged tensors of all layers directly. Encoded blocks are complete blocks of
-`manthan.codec.wire`: header, sections and checksum.
+A codec reads and writes the paged tensors of all layers directly. Encoded blocks are those of `manthan.codec.wire`:
+header with checksum, sections (each some of a block's numbers in a codec), and refinements if the codec has any.
 """
 
 from abc import ABC, abstractmethod
@@ -59,11 +59,11 @@ class PagedLayout:
     """Layout of the vectors of a paged cache.
 
     caches: a tensor for each layer, all of one dtype (bfloat16, float16, float32, or uint8 with fp8's bits) on one
-    device. A vector is contiguous. In block i, that of head h and token t begins at element `at + i * block_stride +
-    h * head_stride + t * token_stride` of the tensor, where `at` is key_at or value_at. value_at: None without values.
+    device. A vector is contiguous. In block i, the vector of head h and token t begins at element `at + i *
+    block_stride + h * head_stride + t * token_stride`, where `at` is key_at or value_at. value_at: None without values.
     fp8: dtype of the numbers if fp8. latents: layout of the latents (MLA), each cut into pieces that stand as heads of
-    keys; the outer layout's keys are then the part with RoPE. beside: layout of further layers of raw bytes in the same
-    blocks. scales: of the latents, see `BlockShape`.
+    keys; the outer layout's keys are then the part with RoPE. beside: layout of further raw bytes in the same encoded
+    blocks. scales: layout of the latents' scales, see `BlockShape`.
     """
 
     caches: tuple[torch.Tensor, ...]
@@ -100,7 +100,7 @@ class PagedLayout:
 
     @property
     def ats(self) -> tuple[int, ...]:
-        """Offsets of the keys, and of the values if any."""
+        """Offsets of a block's first key, and first value if any, in elements."""
         return (self.key_at,) if self.value_at is None else (self.key_at, self.value_at)
 
     @property
@@ -117,9 +117,9 @@ class PagedLayout:
         return [*rope, *([(self.coded, exact)] if exact else [])]
 
     def raw(self) -> "list[PagedLayout]":
-        """Return a layout for each run of consecutive layers of `beside` with equal size.
+        """Return a layout for each run of consecutive caches of `beside` with rows of equal size.
 
-        A layer's bytes of a block stand as one key of one token, in the dtype of `caches`.
+        A cache's bytes of a block stand as one key of one token, in the dtype of `caches`.
         """
         if self.beside is None:
             return []
@@ -156,9 +156,9 @@ class RawLayout:
 
 
 class Form(NamedTuple):
-    """Facts that all encoded blocks with one number of exact first tokens share.
+    """Facts that all encoded blocks with the same number of exact first tokens share.
 
-    header: without a block hash. sizes: bytes of each section, or most bytes if the codec's sections vary in size.
+    header: without block hash and position. sizes: bytes of each section; the most, if sections vary in size.
     starts: offset of each section in a block with these sizes. nbytes: bytes of a block with these sizes. varies: True
     if a block may be smaller.
     """
@@ -190,9 +190,9 @@ class Batch(NamedTuple):
     buffer `codes` at which each encoded block begins, a multiple of 16. nbytes: int64 [n], size of each encoded block;
     written by `encode` if sizes vary, read by `verify`. headers: uint8 [n, bytes of header and section entries], with
     the form's sizes. turns: cosines, then sines, of RoPE, float32 [n, 2, tokens, pairs]; no pairs without RoPE. status:
-    int32 [n], written by the codec. ends, levels: only for codecs with refinements, which follow a coarse base and make
-    the numbers finer. ends: int64 [n, 4], end in the encoded block of the base and of each refinement, 0 for missing
-    refinements. levels: int32 [n], number of usable refinements of each block, for decoding.
+    int32 [n], written by the codec and read by `decode`. ends, levels: only for codecs with refinements, which follow a
+    coarse base and make the numbers finer. ends: int64 [n, 4], end in the encoded block of the base and of each lossy
+    refinement, 0 for missing ones. levels: int32 [n], number of usable lossy refinements, written by `verify`.
     """
 
     exact: int
@@ -207,7 +207,7 @@ class Batch(NamedTuple):
 
 
 class PagedCodec(ABC):
-    """Encodes and decodes blocks of a paged cache, on the current stream, without waiting for the device.
+    """Encodes and decodes blocks of a paged cache, on the current CUDA stream, without waiting for the device.
 
     codes: buffer of encoded blocks, uint8 [nbytes], contiguous, on the caches' device, aligned to 16 bytes. rope: RoPE
     that the codec undoes, or None. Raises ShapeError if `layout` and `format` have different shapes.
@@ -271,8 +271,8 @@ class PagedCodec(ABC):
     def encode(self, batch: Batch, codes: torch.Tensor) -> None:
         """Encode the paged blocks into `codes`.
 
-        A block's status becomes GOOD, or 0 or more if the codec cannot encode its numbers, such as infinities. The
-        encoded block is then invalid.
+        A block's status becomes GOOD. If the codec cannot encode the numbers, such as infinities, the status is 0 to
+        GOOD - 1, and the encoded block is invalid.
         """
 
     @abstractmethod
@@ -286,7 +286,7 @@ class PagedCodec(ABC):
     def decode(self, batch: Batch, codes: torch.Tensor) -> None:
         """Decode the encoded blocks with status GOOD into their paged blocks. No other paged block changes.
 
-        A block's status becomes 0 or more if no encoder writes its bytes.
+        A block's status becomes 0 to GOOD - 1 if the codec finds bytes that no encoder writes.
         """
 
 

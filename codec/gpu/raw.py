@@ -1,7 +1,7 @@
 """GPU codec for blocks of opaque bytes: states of recurrent layers, and KV caches in a byte format of vLLM's own.
 
 States are kept exact or in fewer bits; all else is kept exact. torch's operations move the bytes, and CUDA kernels
-compute the checksums. Nothing here makes the host wait for the device.
+compute the checksums. Encoding, verifying and decoding never make the host wait for the device.
 """
 
 import math
@@ -21,14 +21,14 @@ from manthan.codec.gpu.paged import ALIGNMENT, GOOD, Batch, PagedCodec, RawLayou
 from manthan.codec.gpu.states import StateCoder
 
 BYTES_AT_ONCE = 2**27
-"""Most bytes of the blocks processed at once. Temporaries take about three times as much memory."""
+"""Most bytes of the blocks processed at once, unless a block is larger. Temporaries take about three times as much."""
 SOURCES = ("common.cu", "seal.cu")
 
 
 class RawPagedCodec(PagedCodec):
-    """`PagedCodec` for opaque bytes. A block is one section: the bytes by layer, or output of `StateCoder`.
+    """`PagedCodec` for opaque bytes. An encoded block has one section: the bytes by layer, or output of `StateCoder`.
 
-    `Batch.exact` is ignored: all blocks have form 0. kernels: of the checksum, `seals` if None. Raises CompileError,
+    `Batch.exact` is ignored: all blocks have `form(0)`. kernels: of the checksum, `seals` if None. Raises CompileError,
     and ShapeError if the layers' sizes do not add up to a block of `format`.
     """
 

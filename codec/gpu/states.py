@@ -1,7 +1,7 @@
 """Coder of recurrent states in bf16 or 8 bits, by torch's own operations, on any device.
 
-It gives the same bytes and numbers as `manthan.codec.cpu.state`, and never makes the host wait for the device. A state
-has parts, such as a convolution's and the recurrence's; small parts are stored exactly.
+It gives the same bytes and numbers as `manthan.codec.cpu.state`, and never makes the host wait for the device. A part
+of a state is all heads' matrices, or the last inputs of a short convolution. The inputs are stored exactly.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from manthan.codec.cpu.state import LEVELS, StateCodec, StatePart
 from manthan.codec.gpu.paged import DTYPES, GOOD
 
 BYTES_AT_ONCE = 2**26
-"""Most bytes of float32 numbers handled at once, but at least a layer. Temporaries take about four times as much."""
+"""Most bytes of float32 numbers handled at once, unless a layer has more. Temporaries take about four times as much."""
 NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 
 class _Place(NamedTuple):
     """Part of a state, of all layers.
 
-    at: offset in a layer's bytes. start: offset in the encoded state. nbytes: encoded bytes.
+    at: offset in a layer's bytes. start: offset in the encoded state. nbytes: encoded bytes of all layers.
     """
 
     part: StatePart
@@ -54,7 +54,7 @@ class StateCoder:
         self.nbytes = sum(place.nbytes for place in self._places)
 
     def encode(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return encoded states, and status int32 [n]: GOOD, or the least index of a non-finite row in its own part."""
+        """Return encoded states, and status int32 [n]: GOOD, or the least index, in a part, of a non-finite row."""
         n, device = len(states), states.device
         pages = states.view(n, self._layers, self._layer_nbytes)
         codes = torch.empty((n, self.nbytes), dtype=torch.uint8, device=device)
@@ -96,7 +96,7 @@ class StateCoder:
         if not self._codec.is_int8:
             limit = LARGEST[Dtype.BFLOAT16]
             return [cast(x.clamp(-limit, limit), torch.bfloat16)]
-        # By a Python number, CUDA would divide by multiplying with the inverse.
+        # A tensor, because CUDA divides by a Python number as a multiplication with the inverse.
         levels = torch.full((), float(LEVELS), device=x.device)
         scales = largest / levels
         some = scales[:, :, None] > 0
@@ -112,7 +112,7 @@ class StateCoder:
         return x.view(len(x), -1)
 
     def _spans(self, place: _Place, first: int, last: int) -> list[slice]:
-        """Return where layers `first` to `last` (exclusive) of a part are encoded, by result of `_coded`."""
+        """Return slices of an encoded state, for each result of `_coded` of layers `first` to `last` (exclusive)."""
 
         def span(start: int, each: int) -> slice:
             return slice(start + first * each, start + last * each)
@@ -140,6 +140,6 @@ class StateCoder:
 
 
 def _first_bad(largest: Tensor, first: int) -> Tensor:
-    """Return int32 [n]: `first` plus the first non-finite row of [n, rows]; GOOD without any."""
+    """Return int32 [n]: `first` plus the index of the first non-finite row of [n, rows]; GOOD without any."""
     rows = torch.arange(first, first + largest.shape[1], dtype=torch.int32, device=largest.device)
     return torch.where(torch.isfinite(largest), GOOD, rows).amin(1)

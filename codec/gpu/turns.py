@@ -13,7 +13,7 @@ import torch
 from manthan.codec.rope import Rope
 
 KEPT_BYTES = 2**26
-"""Most bytes kept, for a session's first blocks. Tables of later blocks are computed at each call."""
+"""Most bytes of tables kept, for the first blocks of a session. Tables of later blocks are computed at each call."""
 
 
 class Turns:
@@ -31,7 +31,7 @@ class Turns:
         self._growing = threading.Lock()
 
     def of(self, first_tokens: Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
-        """Return cosines, then sines, float32 [blocks, 2, tokens, pairs]. They may be shared: do not write to them.
+        """Return cosines, then sines, float32 [blocks, 2, tokens, pairs]. Do not write to the tensor: it may be shared.
 
         first_tokens: position of each block's first token.
         """

@@ -2,8 +2,8 @@
 
 A row is a layer's keys or values; a run is one head's part of a row. Blocks are processed in groups, which bounds the
 temporaries: quantized whole numbers and, while encoding, each row's 16-bit words of the entropy coder. A row's position
-in the encoded block is known only after all rows are encoded. Kernels on the same stream double the steps of a section
-that exceeds its bound, so that the host never waits for the device.
+in the encoded block is known only after the earlier rows are encoded. A kernel, not the host, doubles the steps of a
+section (all keys or all values) that exceeds its bound, so that the host never waits for the device.
 """
 
 import ctypes
@@ -35,15 +35,15 @@ from manthan.codec.wht import (
 from manthan.codec.wire import align16
 
 SCRATCH_BYTES = 320 * 2**20
-"""Approximate bytes of temporaries for a group of blocks."""
+"""Approximate limit of temporaries for a group of blocks, in bytes; a single block may exceed it."""
 ENCODING, DECODING = 4, 2
 """Bytes of temporaries for each number of a block, to encode and to decode."""
 OCTET = 8
 """Number of consecutive numbers of an rANS stream that a thread handles together."""
 WARPS = 8
-"""Most warps in a block of threads."""
+"""Most warps in a block of threads of `round_rows` and `restore_rows`."""
 STAGE_BYTES = 48 * 2**10
-"""Bytes of shared memory for a block of threads of `restore_rows`, unless one warp needs more."""
+"""Most bytes of shared memory for a block of threads of `restore_rows`, unless one warp needs more."""
 SPARE_BLOCKS = 128
 """Most blocks of threads of `round_rows` if a row does not fit into shared memory."""
 ENCODE_THREADS, DECODE_THREADS = 512, 1024
@@ -193,7 +193,7 @@ class WhtPlan(NamedTuple):
     """Arguments of the kernels for blocks of one form.
 
     exact: jobs of the exact sections. rows: job of the lossy sections, None if all tokens are exact. seal: job of the
-    checksum; empty if `lay_out` has written header and size.
+    kernel that writes header and checksum; without header, which `lay_out` writes, if `rows` is not None.
     """
 
     exact: list[Job]
@@ -222,7 +222,7 @@ class WhtPagedCodec(PagedCodec):
         self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs, kinds, scales)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
-        """Encode the batch. Lossy numbers of 2**LIMIT or more are refused like infinities."""
+        """Encode the batch. Magnitudes of 2**`wht.LIMIT` or more, in lossy tokens, are refused like infinities."""
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
         for kept in plan.exact:
@@ -268,7 +268,7 @@ class WhtPagedCodec(PagedCodec):
             self._kernels.launch(name, all, all.n * warps)
 
     def _decode(self, job: Wht, turns_nbytes: int) -> None:
-        """Decode. Only kernels that use whole numbers run for each group: a launch takes time of the model's thread."""
+        """Decode. Only kernels that use `rounded` run for each group: launches take time of the model's thread."""
         all, threads, groups = job.all, self._restoring(job), _groups(job, job.all.n, DECODING)
         rounded = self._scratch(2 * max(map(len, groups), default=0) * all.rows * job.row_room)
         books = self._scratch(4 * all.n * (2 * all.rows + 4))
@@ -282,11 +282,11 @@ class WhtPagedCodec(PagedCodec):
             self._launch("restore_rows", part, len(some) * all.rows * all.heads, 32 * threads.warps, threads.shared)
 
     def _scratch(self, nbytes: int) -> Tensor:
-        """Return uninitialized memory of the current stream. Launched kernels may use it after `del`."""
+        """Return uninitialized memory of the current CUDA stream. Kernels launched so far may use it after `del`."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _rounding(self, job: Wht) -> Threads:
-        """Return the threads of `round_rows`: a warp for each head, and the row in shared memory if it fits."""
+        """Return the threads of `round_rows`. A row is in shared memory if it fits, else in `spare`."""
         all, dim = job.all, self._coded.head_dim
         warps, vectors = min(WARPS, all.heads), all.heads * all.tokens
         shared = 4 * (2 * _even(vectors) + _even(all.heads) + warps * dim)
@@ -318,7 +318,7 @@ class WhtPagedCodec(PagedCodec):
     def _launch_words(self, name: str, job: Wht, tables: Tensor, threads: int, *, shared: bool) -> None:
         """Launch a kernel with a busy warp for each row, or for several rows if their streams fit into one warp.
 
-        Each busy warp may have a block of threads alone, so that rows spread over all multiprocessors.
+        The launch has a block of threads for each busy warp, so that rows spread over all multiprocessors.
         """
         all = job.all
         job.encoding = job.decoding = tables.data_ptr()
@@ -353,7 +353,7 @@ def properties_of(device: torch.device) -> Any:
 
 
 def _groups(plan: Wht, n: int, each: int) -> list[range]:
-    """Return even ranges of `n` blocks, each of one block or within SCRATCH_BYTES. each: bytes for each number."""
+    """Return even ranges of `n` blocks, each of one block or within SCRATCH_BYTES. each: bytes for a number."""
     count = -(-n // max(1, SCRATCH_BYTES // (plan.all.rows * plan.row_room * each)))
     return [range(group * n // count, (group + 1) * n // count) for group in range(count)]
 

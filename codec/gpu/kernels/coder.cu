@@ -1,10 +1,10 @@
-// rANS by a warp. A row is a sequence of numbers that is coded in 1 to 32 streams; a thread has one stream of one row,
-// and all threads take a step at the same time. Words are written from their end, and read from their beginning.
+// rANS by a warp. A row is a sequence of numbers, coded in 1 to 32 rANS streams (a power of 2). A thread has a stream
+// of a row, and all threads take a step at the same time. Words are written last to first, and read first to last.
 
-struct Streams {  // of a thread
+struct Streams {  // position of a thread among the streams of a warp
     u32 first;                    // first lane of the thread's row
-    int stream, together, row;    // index of the stream in its row; number of rows in a warp; index of the row
-    u32 group, before;            // lanes of the thread's row; those of them before the thread
+    int stream, together, row;    // index of the stream in the row; rows in a warp; index of the row in the warp
+    u32 group, before;            // masks: lanes of the thread's row, and of these the lanes before the thread
 
     __device__ __forceinline__ Streams(int streams) {
         const int lane = threadIdx.x % 32;
@@ -16,9 +16,9 @@ struct Streams {  // of a thread
     }
 };
 
-// Each thread puts a symbol into its stream. entry: the symbol's frequency (12 bits), and the sum of the frequencies of
-// the symbols before it (12). inverse: 2**32 divided by the frequency. at: index of the row's first word so far; below 0
-// if the words do not fit.
+// Each thread puts a symbol into its stream. entry: the symbol's frequency (bits 0 to 11), and the sum of earlier
+// symbols' frequencies (bits 12 to 23). inverse: 2**32 divided by the frequency. at: index of the row's first word so
+// far; below 0 if the words do not fit.
 __device__ __forceinline__ void put_symbol(u32& x, int& at, u16* words, u32 entry, u32 inverse, const Streams& me) {
     const u32 often = entry & 4095, sum = entry >> 12 & 4095;
     const bool full = x >> 20 >= often;
@@ -31,8 +31,8 @@ __device__ __forceinline__ void put_symbol(u32& x, int& at, u16* words, u32 entr
     x += whole * (4096 - often) + sum;
 }
 
-// As `put_symbol`, but threads that are not `on` put nothing. With ESCAPES, an entry with the highest bit is an escape,
-// behind which `value` is put as a word.
+// As `put_symbol`, but threads that are not `on` put nothing. With ESCAPES, an entry with bit 31 set is an escape,
+// which `value` follows as a word.
 template <bool ESCAPES>
 __device__ __forceinline__ void put_any(u32& x, int& at, u16* words, u32 entry, u32 inverse, int value, bool on,
                                         const Streams& me) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void put_any(u32& x, int& at, u16* words, u32 entry, 
     if (on) x += whole * (4096 - often) + sum;
 }
 
-struct Reader {  // of a row's words. A row without words still has a word that can be read, of any value.
+struct Reader {  // of a row's words. Even for a row without words, `words` points to readable memory.
     const u16* words;
     u32 size, at;
 
@@ -60,13 +60,13 @@ struct Reader {  // of a row's words. A row without words still has a word that 
 };
 
 // Finish a symbol: refill states, and return the word behind an escape. next: the stream's state after the symbol, to
-// which a word is added if it is too low. Every thread reads a word, even if it needs none, so that none waits.
+// which a word is appended if it is below LOWEST. Every thread loads a word, needed or not, so that none branches.
 __device__ __forceinline__ u32 take_words(u32& x, u32 next, Reader& reader, bool escaped, bool on, const Streams& me) {
     const bool low = on && next < LOWEST;
     const u32 lows = __ballot_sync(FULL, low), escapes = __ballot_sync(FULL, escaped);
     u32 mine = reader.at + __popc(lows & me.before), taken = __popc(lows & me.group), raw = 0;
     if (escapes) {
-        __syncwarp();  // so that it is a branch: it is rarely taken, and long
+        __syncwarp();  // makes the compiler branch, because this is rare and long
         mine += __popc(escapes & me.before), taken += __popc(escapes & me.group);
         raw = reader.word(mine + low);
     }

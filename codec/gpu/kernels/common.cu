@@ -1,10 +1,10 @@
 // Paged KV to encoded blocks and back: what all kernels share. The files of a codec are joined in the order of its
-// SOURCES, and compiled by NVRTC for one head size and cache dtype.
+// SOURCES, and compiled by NVRTC for one head size and cache dtype. A section is a part of an encoded block.
 //
-// What comes from Python, ahead of this text, as macros: THREADS (of blocks of threads), HEAD_DIM, DTYPE (0 bf16, 1 fp16,
-// 2 fp32, 3 fp8 e4m3, 4 fp8 e5m2), ALIGNED (vectors begin at multiples of 16 bytes). As constants, floats as their bits:
-// ROOT, 1 over the root of HEAD_DIM; LARGEST, of bf16; WEIGHTS[HEAD_DIM]; BLOCK_SIZE_OF[HEAD_DIM], the size of an
-// element's Hadamard block. SCALES: bytes of a latent's scale, 0 where latents have none.
+// Macros from Python, ahead of this text: THREADS (in a thread block), HEAD_DIM, DTYPE (0 bf16, 1 fp16, 2 fp32, 3 e4m3,
+// 4 e5m2), ALIGNED (1 if vectors begin at multiples of 16 bytes), SCALES (bytes of a latent's scale, 0 without); as
+// bits of floats, ROOT (HEAD_DIM**-0.5) and LARGEST (of bf16). Constant arrays: WEIGHTS[HEAD_DIM] of the rotation, as
+// bits of floats; BLOCK_SIZE_OF[HEAD_DIM], the size of an element's Hadamard block; and those of seal.cu.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -15,29 +15,29 @@ typedef long long i64;
 #define FULL 0xffffffffu
 #define EXPONENT 0x7f800000u
 #define WARPS (THREADS / 32)
-#define SPREAD_WARP (threadIdx.x / 32 * gridDim.x + blockIdx.x)  // the first gridDim.x are in different blocks
+#define SPREAD_WARP (threadIdx.x / 32 * gridDim.x + blockIdx.x)  // consecutive numbers are in different thread blocks
 
-struct Job {  // arguments of a kernel: sections of n blocks with the same layout
+struct Job {  // arguments of a kernel: sections of n KV blocks with the same layout
     const u64* caches;     // [layers] addresses
     const i64* block_ids;  // [n]
-    const i64* offsets;    // [n] multiples of 16: block i is at codes + offsets[i]
+    const i64* offsets;    // [n] multiples of 16: encoded block i is at codes + offsets[i]
     u8* codes;
     const u8* headers;     // [n, head_nbytes]
     int* status;           // [n]
-    const i64* sizes;      // [n] bytes of each block, where they differ; else null
-    i64 nbytes, head_nbytes;        // of a block, and of its header with the entries
-    i64 block_stride;               // in elements, as the next three; within a block they fit an int
+    const i64* sizes;      // [n] bytes of each encoded block; if null, all have `nbytes`
+    i64 nbytes, head_nbytes;        // of an encoded block, and of its header with the entries
+    i64 block_stride;               // in elements, as `at`
     i64 at[2];                      // first key and first value of the sections in a paged block
     i64 payload[2];                 // where keys and values begin in an encoded block, in bytes
-    i64 ends[4];                    // of a block's arrays, in bytes; zeros follow up to the next multiple of 16
-    int head_stride, token_stride;  // in elements
-    int n, layers, heads, tokens;   // tokens: of the sections
-    int kinds, vector_nbytes;       // of exact sections: 2 for keys and values, else 1; bytes of a vector
+    i64 ends[4];                    // of arrays in an encoded block, in bytes; zeros follow up to a multiple of 16
+    int head_stride, token_stride;  // in elements; offsets within a paged block fit an int
+    int n, layers, heads, tokens;   // tokens: of a KV block in the sections
+    int kinds, vector_nbytes;       // kinds: 2 for keys and values, else 1; vector_nbytes: of a paged vector
 };
 
 #define GOOD 0x7fffffff
 #define BAD_CHECKSUM -1
-#define BAD_HEADER -2  // minus the offset of the first byte that differs
+#define BAD_HEADER -2  // the status is BAD_HEADER minus the offset of the first byte that differs
 
 // Keep x in a register, so that the compiler does not compute it again at each use.
 __device__ __forceinline__ void pin(u32& x) { asm volatile("" : "+r"(x)); }
@@ -75,7 +75,7 @@ __device__ __forceinline__ float load(const Word* x) {
     if (size >= FP8_END) y = f(EXPONENT | (DTYPE == 3 ? 1u : size & 3u) << 21);
     return f(b(y) | (*x & 0x80u) << 24);
 }
-__device__ __forceinline__ Word store(float x) {  // finite
+__device__ __forceinline__ Word store(float x) {  // x is finite
     const float size = fminf(fabsf(x), FP8_LARGEST);
     const u32 exponent = max(b(size) >> 23, FP8_LEAST);
     const u32 whole = __float2uint_rn(__fmul_rn(size, f((254u - (exponent - FP8_BITS)) << 23)));
@@ -83,7 +83,7 @@ __device__ __forceinline__ Word store(float x) {  // finite
 }
 #endif
 
-// Scale of a piece of a latent, from the exact bytes of the encoded block (manthan.codec.block.Scales); 1 without.
+// Scale of a latent's piece, from the exact bytes of the encoded block (manthan.codec.block.Scales); 1 without scales.
 template <typename Sections>
 __device__ __forceinline__ float scale_of(const Sections& job, int block, int layer, int piece, int t) {
 #if SCALES

@@ -1,5 +1,5 @@
-// Exact sections, whose numbers are copied: the keys of all layers, then the values, if there are any. A warp takes the
-// tokens of one head.
+// Exact sections of encoded blocks, whose numbers are copied: the keys of all layers, then any values. A warp takes the
+// tokens of a head, layer and kind in a KV block. OUT: true to encode.
 
 #if ALIGNED
 typedef uint4 Unit;
@@ -8,7 +8,7 @@ typedef Word Unit;
 #endif
 #define UNITS (HEAD_DIM * (int)sizeof(Word) / (int)sizeof(Unit))  // of a vector of HEAD_DIM numbers
 
-// KNOWN: units of a vector; 0 if a vector has not UNITS units, so that the number is only known to `job`.
+// KNOWN: number of units in a vector if it is UNITS; else 0, and the number follows from `job`.
 template <bool OUT, int KNOWN>
 __device__ __forceinline__ void copy_exact(const Job& job) {
     int lane = threadIdx.x % 32;
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode_exact(const Job job
     else copy_exact<true, 0>(job);
 }
 
-// Blocks whose status is not GOOD are left alone.
+// KV blocks whose status is not GOOD are left alone.
 extern "C" __global__ void __launch_bounds__(THREADS) decode_exact(const Job job) {
     if (job.vector_nbytes == UNITS * sizeof(Unit)) copy_exact<false, UNITS>(job);
     else copy_exact<false, 0>(job);

@@ -1,5 +1,5 @@
-// manthan.codec.k3v3: one vector by one warp. The order of all float operations is that of the CPU's, bit for bit. LEVELS
-// and CUTS come from Python.
+// manthan.codec.k3v3: one vector by one warp. Float operations have the CPU's order, so that results are equal bit for
+// bit. LEVELS (magnitudes) and CUTS (thresholds between levels) come from Python, as bits of floats.
 
 #define BITS 3
 #define MAGNITUDES 4
@@ -50,7 +50,7 @@ __device__ __forceinline__ float fold(const float (&v)[ROWS], int lane, float* s
     return total;
 }
 
-// Returns whether the vector is finite; of one that is not, nothing is written.
+// Return true if the vector is finite; else write nothing.
 __device__ __forceinline__ bool encode_vector(const Word* x, u8* scale, u8* planes, int lane, float* sums) {
     float v[ROWS], t[ROWS];
     u32 top = 0;
@@ -92,7 +92,7 @@ __device__ __forceinline__ bool encode_vector(const Word* x, u8* scale, u8* plan
     return true;
 }
 
-// Returns whether the scale is finite; with one that is not, nothing is written.
+// Return true if the scale is finite; else write nothing.
 __device__ __forceinline__ bool decode_vector(const u8* scale, const u8* planes, Word* x, int lane) {
     u32 bits = (u32)scale[0] << 16 | (u32)scale[1] << 24;
     if ((bits & EXPONENT) == EXPONENT) return false;
@@ -119,7 +119,7 @@ __device__ __forceinline__ bool decode_vector(const u8* scale, const u8* planes,
     return true;
 }
 
-struct Vector {  // number `i` of a launch: where it is in the cache, and where its codes are
+struct Vector {  // vector `i` of a launch: index in its section, and addresses in the cache and in the encoded block
     int block, index;
     Word* x;
     u8 *scale, *planes;
@@ -141,7 +141,7 @@ struct Vector {  // number `i` of a launch: where it is in the cache, and where 
     for (u32 i = blockIdx.x * WARPS + threadIdx.x / 32; i < (u32)(job.n * job.kinds * job.layers * job.heads * job.tokens); \
          i += gridDim.x * WARPS)
 
-// status: GOOD must be there before; becomes the first vector that is not finite.
+// status: GOOD before; becomes the least index, among a KV block's keys or values, of a vector that is not finite.
 extern "C" __global__ void __launch_bounds__(THREADS) encode(const Job job) {
     __shared__ float sums[WARPS][64];
     EACH_VECTOR(job, i) {
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(const Job job) {
     }
 }
 
-// Blocks that are not good are left alone; of the others a status becomes the first vector whose scale is not finite.
+// KV blocks with status below 0 are left alone. A status becomes the least index of a vector with a non-finite scale.
 extern "C" __global__ void __launch_bounds__(THREADS) decode(const Job job) {
     EACH_VECTOR(job, i) {
         const Vector vector(job, i);

@@ -1,63 +1,63 @@
-// Calibrated sections (manthan.codec.cpu.klt) in encoded blocks: layout of the base and refinements, and copies of words
-// from the buffers in which rows were encoded. A part is the base, level 0, or a refinement, level 1 and finer. A row is a
-// group's numbers in one part.
+// Calibrated sections (manthan.codec.cpu.klt) in encoded blocks: layout of the base and refinements, and copies of
+// words from the buffers in which rows were encoded. A part is the base (level 0) or a lossy refinement (levels 1 to
+// LEVELS - 1). A group is layers or heads encoded together (see manthan.codec.profile). A row is its numbers in a part.
 
 typedef u16 Half;  // fp16
 __device__ __forceinline__ float wide(Half x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
 __device__ __forceinline__ Half narrow(float x) { Half y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
 
 struct Group {
-    int at, size;     // of its components among all, and how many there are
-    int streams;      // of its rows
-    int ahead;        // streams of the groups before it
+    int at, size;     // index of the group's first component among all groups', and number of its components
+    int streams;      // number of rANS streams of a row
+    int ahead;        // number of rANS streams of rows of the groups before it
 };
 
-struct Sections {  // arguments of a kernel, of n blocks with the same layout; arrays without a comment are scratch
+struct Sections {  // arguments of a kernel, for n KV blocks with the same layout; `rows` to `sizes` are scratch
     const u64* caches;     // [layers] addresses
     const i64* block_ids;  // [n]
-    const i64* offsets;    // [n] multiples of 16: block i is at codes + offsets[i]
+    const i64* offsets;    // [n] multiples of 16: encoded block i is at codes + offsets[i]
     u8* codes;
     const u8* headers;     // [n, head_nbytes], with the section's largest size as its size
     int* status;           // [n]
-    i64* nbytes;           // [n] of each block
-    i64* ends;             // [n, LEVELS] end of each part in its block; 0 if the part is not there
+    i64* nbytes;           // [n] of each encoded block
+    i64* ends;             // [n, LEVELS] end of each part in its encoded block; 0 if the part is not there
     const float* turns;    // [n, 2, block_tokens, PAIRS] cosines and sines
     const Group* groups;
-    const u32* vectors;    // [components / HEAD_DIM] where a vector is: layer << 16, kind << 15, head
+    const u32* vectors;    // [components / HEAD_DIM] layer << 16 | kind << 15 | head of each vector
     const float *mean, *gain;   // [components]: see embedded.cu
     const float* weigher;       // [components + components / HEAD_DIM + groups]
     const float* offset;        // [components] added to rows before `weigher` is applied
     const u16* table_of;        // [components] see `shifted`
-    const u8* tables;           // of the base, for encoding or decoding: see embedded.cu; then
-                                // likely, [refinements, TABLES, MAGNITUDES]: how often -1 is told, and -1 or 0 << 16; and
-                                // encoding: reciprocals, [4096]; decoding: centres, int [LEVELS, TABLES, MAGNITUDES]
-    Half* rows;                 // [groups of now, width, C]: what the transform is applied to
-    const float* products;      // [groups of now, width, C]: what its inverse gives
+    const u8* tables;           // of the base, to encode or decode: see embedded.cu; then u32 `likely`, [refinements,
+                                // TABLES, MAGNITUDES]: frequency of -1 | frequency of -1 and 0 together << 16; then, to
+                                // encode, u32 reciprocals [4096]; to decode, int centres [LEVELS, TABLES, MAGNITUDES]
+    Half* rows;                 // [some, width, C]: numbers to transform
+    const float* products;      // [some, width, C]: numbers that the inverse transform gave
     Half* numbers;              // [components, width]
-    signed char* shifts;        // [groups, width]
-    int* steps;                 // [n] k of each block: thirds of octaves that its steps are larger
-    int* levels;                // [n] the level that is there
+    signed char* shifts;        // [groups, width] j of each token
+    int* steps;                 // [n] k of each block, whose steps are 2**(k / 3) times as large
+    int* levels;                // [n] finest usable level of each block; not scratch
     u16* words;                 // [n, LEVELS, room of all groups]
     u32* states;                // [n, LEVELS, streams of all groups]
     u32* sizes;                 // [n, LEVELS, groups] words of a row
     i64 block_stride;           // in elements, as the next four
     i64 at[2];                  // first key and first value of the section in a paged block
     int head_stride, token_stride;
-    i64 tables_nbytes, likely_at, rest_at, head_nbytes, start, limit;  // start: of the section in a block; limit: bytes of all parts
-    i64 kept_at;                                    // where in a block the latents' scales are
-    int n, all, groups_count, components, streams;  // all: levels that are written; streams: of all groups
+    i64 tables_nbytes, likely_at, rest_at, head_nbytes, start, limit;  // start: section's offset; limit: most bytes
+    i64 kept_at;                                    // offset of the latents' scales in an encoded block
+    int n, all, groups_count, components, streams;  // all: number of levels to write; streams: of all groups' rows
     int tokens, first_token, block_tokens, layers;
-    int first_group, some, width;                   // groups that are worked on now
-    int kept_stride;                                // bytes of a token that begin with its scales
+    int first_group, some, width;                   // `some` groups from first_group on; width: n * tokens, rounded up
+    int kept_stride;                                // bytes from a token's scales to the next token's
     float rope_scale;
 };
 
 #define START_NBYTES 4
 #define FRONT_NBYTES 16
-#define LEAST_BODY 160  // with what is sealed besides, more than the 240 bytes above which xxh3 has its long form
+#define LEAST_BODY 160  // with 88 more bytes under the checksum, above the 240 bytes that xxh3's short form takes
 #define LOWEST 65536u
-#define ENTRY_AT(entry) (128 + 64 * (entry) + 24)  // of a section's length in the header
-#define NBYTES_AT 32                               // of the base
+#define ENTRY_AT(entry) (128 + 64 * (entry) + 24)  // offset of a section's length in the header
+#define NBYTES_AT 32                               // offset of the base's length in the header
 #define LEAST_J -8
 
 __device__ __forceinline__ i64 align16(i64 nbytes) { return (nbytes + 15) & ~(i64)15; }
@@ -66,7 +66,7 @@ __device__ __forceinline__ i64 shifts_nbytes(const Sections& job) {
     return START_NBYTES + ((i64)job.groups_count * job.tokens + 3) / 4 * 2;
 }
 __device__ __forceinline__ i64 rows_front(const Sections& job) { return 4ll * (job.groups_count + job.streams); }
-// Bytes of a part whose rows have `words` words in all.
+// Bytes of a base's section, or of a refinement's body, whose rows have `words` words in all.
 __device__ __forceinline__ i64 part_nbytes(const Sections& job, int level, u64 words) {
     const i64 rows = rows_front(job) + 2 * words;
     return level ? max(align16(rows), (i64)LEAST_BODY) : shifts_nbytes(job) + rows;
@@ -77,12 +77,12 @@ __device__ __forceinline__ u64 words_of(const Sections& job, int block, int leve
     for (int g = 0; g < job.groups_count; g++) words += job.sizes[((i64)block * LEVELS + level) * job.groups_count + g];
     return words;
 }
-// Where a part's rows begin in an encoded block.
+// Offset of a part's rows in an encoded block.
 __device__ __forceinline__ i64 rows_at(const Sections& job, int block, int level) {
     return level ? job.ends[(i64)block * LEVELS + level - 1] + FRONT_NBYTES : job.start + shifts_nbytes(job);
 }
 
-// Two bytes at a time: the base's rows may begin at odd multiples of 2.
+// Copy words. Stores are aligned pairs of words, because the base's rows may begin at odd multiples of 2 bytes.
 __device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, int lane) {
     const u32 lead = min((u32)((u64)to / 2 % 2), size), pairs = (size - lead) / 2;
     if (lane < lead) to[0] = from[0];
@@ -94,7 +94,7 @@ __device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, i
     if (lane == 0 && (size - lead) % 2) to[2 * pairs] = from[2 * pairs];
 }
 
-// Lay out the parts of good blocks: sizes and ends, headers, and zeros behind the parts.
+// Lay out the parts of good blocks: write sizes, ends, headers, and zeros behind the parts. Others get size and ends 0.
 extern "C" __global__ void lay_out(const Sections job) {
     const int lane = threadIdx.x % 32;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
@@ -176,7 +176,7 @@ extern "C" __global__ void pack(const Sections job) {
     }
 }
 
-// xxh3-64 of a refinement: of its block's key and fingerprint, its number and length, and its body.
+// Words under a refinement's checksum: block hash, fingerprint, the refinement's number and length, and its body.
 struct Refined {
     const u8 *block, *front;
     __device__ __forceinline__ u64 word(i64 i) const {
@@ -202,8 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) seal_parts(const Sections 
     }
 }
 
-// Find the parts of blocks: ends, and in levels the number of refinements. status: as in `verify` of seal.cu, but lengths
-// need not be the header's, and only have to fit together. The last refinement, which makes a block exact, is left out.
+// Set `ends`, and `levels` to the number of lossy refinements. status: GOOD; BAD_HEADER minus an offset if the header
+// or a length is wrong; or BAD_CHECKSUM if the refinements do not end where the block does.
 extern "C" __global__ void find_parts(const Sections job) {
     const int lane = threadIdx.x % 32;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
@@ -255,8 +255,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) verify_parts(const Section
     }
 }
 
-// Read sizes of rows and shifts of good blocks. The status becomes 0 if the base's sizes do not fit together. A refinement
-// whose sizes do not is left out, with all behind it.
+// Read sizes of rows and shifts of good blocks. The status becomes 0 if the base begins wrong, or the base's sizes do
+// not add up. A refinement whose sizes do not add up is left out, with all behind it.
 extern "C" __global__ void find_rows(const Sections job) {
     const int lane = threadIdx.x % 32, groups = job.groups_count;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {

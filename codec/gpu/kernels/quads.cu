@@ -1,5 +1,5 @@
-// Four numbers of a vector in a lane: two pairs, which RoPE rotates in keys. A warp takes as many tokens at a time as its
-// lanes can hold.
+// Four numbers of a vector in a lane: two pairs, which RoPE rotates in keys. A warp takes as many tokens at a time as
+// its lanes can hold.
 
 #define QUADS (HEAD_DIM / 4)
 #define ABREAST (QUADS < 32 ? 32 / QUADS : 1)  // tokens at a time
@@ -12,8 +12,8 @@ struct __align__(4) Halves {
 };
 
 // Two neighbouring pairs: RoPE rotates numbers 0 and 1 together, and 2 and 3. at: indices of the four in the vector.
-// apart: true if a pair's numbers are in different halves. beside: true if the four can be moved as two neighbours twice,
-// which is not so for halves of an odd length.
+// apart: true if a pair's numbers are in different halves. beside: true if the four are two times two neighbours from
+// even indices; false for halves of an odd length. turned: true for a pair that RoPE rotates.
 struct Quad {
     int at[4], pair;
     bool apart, beside, turned[2];
@@ -29,7 +29,7 @@ struct Quad {
         apart = pair < PAIRS && !INTERLEAVED;
         beside = PAIRS % 2 == 0 || INTERLEAVED || !apart;
     }
-    // Read from the beginning of a vector, or write there. T: type of a number. Two: type of two neighbours.
+    // `fetch` reads the four numbers from a vector, `leave` writes. T: type of a number. Two: type of two neighbours.
     template <typename Two, typename T>
     __device__ __forceinline__ void fetch(const T* vector, T (&x)[4], bool aligned) const {
         if (aligned && beside) {

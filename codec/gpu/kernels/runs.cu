@@ -1,4 +1,4 @@
-// A run: the keys, or the values, that a head of one layer has in one block. A warp works on one at a time.
+// A run: the keys, or the values, that a head of a layer has in a KV block. A warp works on a run at a time.
 
 struct Run {
     int row, kind, layer, block, head;

@@ -1,5 +1,5 @@
-// Headers and checksums of encoded blocks. A checksum is the xxh3-64 of all bytes of a block but the checksum's own. A
-// block of threads takes a block.
+// Headers and checksums of encoded blocks. A checksum is the xxh3-64 of an encoded block without refinements and the
+// checksum's own bytes. A thread block takes an encoded block.
 //
 // xxh3 keeps 8 sums of 64 bits. A stripe of 64 bytes adds to all of them; stripes 0 to 15 of a kibibyte do so with
 // different parts of the secret, and then the sums are scrambled. Within a kibibyte the additions commute: a warp takes
@@ -15,12 +15,12 @@ __device__ __forceinline__ u64 shuffle_xor(u64 x, int mask) { return __shfl_xor_
 
 __device__ __forceinline__ u64 folded_product(u64 x, u64 y) { return x * y ^ __umul64hi(x, y); }
 
-struct Whole {  // a block with the checksum left out
+struct Whole {  // words of an encoded block with the checksum left out
     const u8* block;
     __device__ __forceinline__ u64 word(i64 i) const { return *(const u64*)(block + 8 * i + (i ? 8 : 0)); }
 };
 
-// Return the xxh3-64 of `length` bytes, a multiple of 8 above 240, in the first warp's threads. source: gives words.
+// Return the xxh3-64 of `length` bytes, a multiple of 8 above 240; only the first warp gets it. source: gives words.
 template <typename Source>
 __device__ u64 long_checksum(const Source& source, i64 length) {
     __shared__ u64 added[2][ROUND][8];
@@ -88,7 +88,7 @@ __device__ u64 long_checksum(const Source& source, i64 length) {
 
 __device__ u64 checksum(const u8* block, i64 nbytes) { return long_checksum(Whole{block}, nbytes - 8); }
 
-// Write headers, zeros behind the arrays, and checksums.
+// Write headers, zeros behind `ends`, and checksums.
 extern "C" __global__ void __launch_bounds__(THREADS) seal(const Job job) {
     const int thread = threadIdx.x;
     for (int block = blockIdx.x; block < job.n; block += gridDim.x) {

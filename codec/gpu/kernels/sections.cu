@@ -1,11 +1,11 @@
-// Layout of entropy-coded sections (manthan.codec.cpu.rans) in encoded blocks: find a section's rows, write headers, and
-// copy the rows' 16-bit words from scratch into the blocks. A row is a layer's keys or a layer's values; rows of keys come
-// first. KINDS is 2 for keys and values, and 1 for latents (MLA), whose pieces stand as heads of keys.
+// Layout of entropy-coded sections (manthan.codec.cpu.rans) in encoded blocks: find a section's rows, write headers,
+// and copy the rows' 16-bit words from scratch into the blocks. A row is a layer's keys or a layer's values; rows of
+// keys come first. KINDS is 2 for keys and values, and 1 for latents (MLA), whose pieces stand as heads of keys.
 
-struct Sections {  // lossy keys and values of n blocks with equally many exact tokens
+struct Sections {  // lossy keys and values of n KV blocks with the same number of exact tokens
     const u64* caches;     // [layers] addresses
     const i64* block_ids;  // [n]
-    const i64* offsets;    // [n] multiples of 16: block i is at codes + offsets[i]
+    const i64* offsets;    // [n] multiples of 16: encoded block i is at codes + offsets[i]
     u8* codes;
     const u8* headers;     // [n, head_nbytes], where each section has its largest size
     int* status;           // [n]
@@ -16,18 +16,18 @@ struct Sections {  // lossy keys and values of n blocks with equally many exact 
     u32* sizes;                      // [n, rows] number of words of a row
     u32* places;                     // [n, rows] number of words of earlier rows in the section
     int* far;                        // [n, 2] 1 if a row of keys, or of values, does not fit into its room
-    const u8* fronts;                // [n, 2, fronts_nbytes]: fronts, a section's bytes between START_NBYTES and its rows
+    const u8* fronts;                // [n, 2, fronts_nbytes]: a section's bytes between START_NBYTES and its rows
     int* doublings;                  // [n, 2] how often the steps of keys, and of values, are doubled
     u32* starts;                     // [n, 2] offset of the keys' and the values' section in the encoded block
     i64 block_stride;                // in elements, as the next four
     i64 at[2];                       // first lossy key and first lossy value of a paged block
     int head_stride, token_stride;
-    i64 head_nbytes, start, kept_at;  // start: offset of the first of these sections; kept_at: of the latents' scales
+    i64 head_nbytes, start, kept_at;  // start: offset of the first lossy section; kept_at: of latents' scales
     i64 limits[2];                   // most bytes of the keys' and of the values' section
-    i64 parts[2], fronts_nbytes;     // parts: bytes of the two fronts; fronts_nbytes: of the larger, up to 16
-    int n, layers, heads, tokens, streams;  // tokens: lossy ones of a block; streams: of a row
+    i64 parts[2], fronts_nbytes;     // parts: bytes of the two fronts; fronts_nbytes: of the larger, padded to 16
+    int n, layers, heads, tokens, streams;  // tokens: lossy ones of a block; streams: rANS streams of a row
     int first_token, block_tokens;
-    int rows, kept_stride;           // rows: KINDS * layers; kept_stride: bytes from a token's scales to the next token's
+    int rows, kept_stride;           // rows: KINDS * layers; kept_stride: bytes from a token's scales to the next ones
     u32 room;                        // most words of a row in scratch
     float rope_scale;
 };
@@ -78,7 +78,7 @@ __device__ __forceinline__ int halved(int number, int doublings) {
     return __float2int_rn((float)number * f((127u - doublings) << 23));
 }
 
-// Write each block's header with all lengths, each section's first bytes and padding; set `nbytes`, `starts`, `places`.
+// Write each encoded block's header with lengths, and sections' first bytes and padding. Set nbytes, starts and places.
 extern "C" __global__ void lay_out(const Sections job) {
     int lane = threadIdx.x % 32;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {

@@ -1,12 +1,12 @@
-// Rows of manthan.codec.wht: numbers of the paged cache to whole numbers of steps, and back. A row is a layer's keys or a
-// layer's values of a block; a run is one head's part of a row.
+// Rows of manthan.codec.wht: numbers of the paged cache to whole numbers of steps, and back. A row is a layer's keys or
+// a layer's values of a KV block; a run is one head's part of a row. A front is a section's bytes ahead of its rows.
 //
 // `rounded` has the whole numbers of each row, ordered by rANS stream (manthan.codec.cpu.rans). Number i of a row
-// [heads, HEAD_DIM, tokens] is number i / streams of stream i % streams. An octet is eight consecutive numbers of a stream.
-// The first octets of all streams come first, then the second octets of all streams.
+// [heads, HEAD_DIM, tokens] is number i / streams of stream i % streams. An octet is eight consecutive numbers of a
+// stream. The first octets of all streams come first, then the second octets of all streams, and further ones.
 
 #define TABLES 28
-#define OCTAVE 3              // number of tables from one deviation to twice that deviation
+#define OCTAVE 3              // number of tables from one standard deviation to twice that deviation
 #define ROWS ((HEAD_DIM + 31) / 32)  // numbers of a mean in each thread: number r is element 32 r + lane
 #define MEAN_TOP ((1 << (MEAN_BITS - 1)) - 1)
 #define STEP_END ((127 + 100 + 2) << 7)  // bf16 bits: the steps of all means are below
@@ -16,21 +16,21 @@
 #define ROUNDS 12582912.f     // 1.5 * 2**23: x + ROUNDS has the whole number nearest to x in the low bits
 #define MOST_STEPS 8191.f     // largest magnitude of a mean in steps of its row
 #define FINEST 0.00390625f    // least step of a row of keys, as a fraction of the largest step of the row's means
-#define STRIDE (HEAD_DIM + 4)  // elements between transformed vectors in shared memory
+#define STRIDE (HEAD_DIM + 4)  // elements from a transformed vector to the next one, in shared memory or `spare`
 #define SHORT_STRIDE (HEAD_DIM + 8)
 
 struct Wht {  // `Sections` of n blocks, scratch for these blocks, and the arithmetic's constants
     Sections all;
     u8* fronts;                       // `all.fronts`, to be written
     u16* rounded;                     // [rows, n, row_room]
-    float* spare;                     // a row for each block of threads; null if shared memory holds the row
+    float* spare;                     // a row for each thread block; null if shared memory holds the row
     const uint4 *encoding, *decoding;  // see whole.cu
-    i64 means_at, row_steps_at, scales_at, tables_at[2];  // bytes in the fronts
+    i64 means_at, row_steps_at, scales_at, tables_at[2];  // byte offsets in the fronts
     u32 row_room;                     // numbers of a row in `rounded`, with padding to whole octets
     u32 limits[TABLES - 1];           // sums of squares of a run from which on the next table is better
     float one_token, one_number;      // 1 / tokens, 1 / numbers of a row
     float key_step, value_step;       // steps, in deviations of the numbers
-    int abreast;                      // tokens / streams if 1, 2 or 4: see octet_at; else 0
+    int abreast;                      // tokens / streams if 1, 2 or 4 and HEAD_DIM <= 256, else 0: see octet_at
     int staged;                       // 1 if `abreast` is 0 and a warp first copies its run to shared memory
 };
 
@@ -64,7 +64,7 @@ __device__ __forceinline__ bool too_large(const float (&x)[8]) {
     return top >= WHT_LIMIT_BITS;
 }
 
-// Decode a run's mean from bit planes to shared memory. step: bf16 bits.
+// Decode a run's mean from bit planes to shared memory. step: bf16 bits of the mean's step.
 __device__ __forceinline__ void decode_mean(u32 step, const u8* planes, float* mean, int lane) {
     for (int i = lane; i < HEAD_DIM; i += 32) {
         int code = 0;
@@ -124,8 +124,8 @@ __device__ __forceinline__ void take_mean(const Wht& job, const Run& run, const 
     __syncwarp();
 }
 
-// Write a run's transformed vectors to y, keys without RoPE; and the energies (sums of squares) of values. Return the first
-// token of which this thread reads a number that is too large, infinite or NaN; all.tokens if none.
+// Write a run's transformed vectors to y, keys without RoPE; and the energies (sums of squares) of values. Return the
+// first token of which this thread reads a number that is too large, infinite or NaN; all.tokens if none.
 __device__ __forceinline__ int transform(const Wht& job, const Run& run, const Turner& turner, const Share& share, float* y,
                                          float* energies, int lane) {
     const Sections& all = job.all;
@@ -166,7 +166,7 @@ __device__ __forceinline__ int transform(const Wht& job, const Run& run, const T
     return bad;
 }
 
-// Write the sum of squares of each transformed key of a run after its mean is subtracted.
+// Write the sum of squares of each transformed key of a run, less the run's mean.
 __device__ __forceinline__ void take_energies(const Wht& job, const Share& share, const Mean& mean, const float* y,
                                               float* energies, int lane) {
     const int tokens = job.all.tokens;
@@ -193,7 +193,7 @@ __device__ __forceinline__ void take_energies(const Wht& job, const Share& share
     __syncwarp();
 }
 
-// Subtract from a run's transformed keys its mean, rounded to whole steps of the row.
+// Subtract the run's mean, rounded to whole steps of the row, from the run's transformed keys.
 __device__ __forceinline__ void subtract_mean(const Wht& job, const Run& run, const Share& share, float step, float* mean,
                                               float* y, int lane) {
     const Sections& all = job.all;
@@ -265,7 +265,7 @@ __device__ __forceinline__ void step_values(const Wht& job, const Run& run, cons
     }
 }
 
-// Write the step of a row of keys to the front, and return it; 0 if it is too small. energies: overwritten by sums.
+// Write a row of keys' step to the front. Return the step, or 0 if it is too small. energies: overwritten by sums.
 __device__ __forceinline__ float step_keys(const Wht& job, int block, int layer, float* energies) {
     const Sections& all = job.all;
     for (int n = all.heads * all.tokens; n > 1; n = (n + 1) / 2) {
@@ -284,8 +284,8 @@ __device__ __forceinline__ float step_keys(const Wht& job, int block, int layer,
     return is_small(f(bits << 16)) ? 0.f : f(bits << 16);
 }
 
-// Return the first of the `abreast` octets with elements e to e + 7 of a head's tokens stream, stream + streams, ... Each
-// further one is `streams` octets behind.
+// Return the index of the first of `abreast` octets with elements e to e + 7 of tokens stream, stream + streams, ... of
+// a head. Each further octet is `streams` octets behind.
 __device__ __forceinline__ u32 octet_at(const Sections& job, int head, int e, int stream, int abreast) {
     return (head * HEAD_DIM + e) / 8 * abreast * job.streams + stream;
 }
@@ -458,7 +458,7 @@ extern "C" __global__ void check_fronts(const Wht job) {
     }
 }
 
-// Return the whole number that `rounded` has after decode_words, which adds 127, modulo 2**16.
+// Return the whole number from an element of `rounded`, to which decode_words has added 127, modulo 2**16.
 __device__ __forceinline__ float number_of(u32 kept) { return (float)(short)(kept - 127); }
 
 // Copy a run's numbers from `rounded`, still plus 127, to shared memory [tokens][SHORT_STRIDE].
@@ -532,8 +532,8 @@ struct Restored {  // a run that is decoded, and its steps and mean in the front
         const float step = f((u32)(code ? (16 * scales[0] + code) << 3 : 0) << 16);
         return doublings ? fminf(__fmul_rn(step, (float)(1 << doublings)), f(LARGEST)) : step;
     }
-    // Restore token t from its whole numbers v into the cache. on: true if the thread has elements of
-    // such a token; if not, it writes nothing to the cache. turned: room in shared memory for VECTORS vectors.
+    // Restore token t from its whole numbers v into the cache. on: true if there is a token t with elements of this
+    // thread; if not, the thread writes nothing to the cache. turned: room in shared memory for VECTORS vectors.
     __device__ __forceinline__ void keep(float (&v)[HELD], const Share& share, const Mean& mean, float* turned, int t,
                                          bool on, int lane) const {
         if (turner.keys) {
