@@ -429,9 +429,7 @@ class SessionManager:
         The blocks are saved, without a gap, and as fine as the request's quality demands. Behind the first
         `Request.own` blocks they are exact. If resume points are needed, the blocks end at a resume point.
 
-        Args:
-            resident: number of the prompt's first blocks that are resident.
-            usable: number of the prompt's first blocks that may be resident or loaded. vLLM computes the rest.
+        resident, usable: see `Driver.matched`.
         """
         blocks, rows, is_high = self.blocks, request.rows[resident:usable], request.quality == "high"
         length = blocks.saved_prefix(rows)
@@ -641,11 +639,11 @@ class SessionManager:
             self.due.set(session.session_id, now + self.idle_after_s * 2**session.refusals)
 
     def _save_next_overwritten(self, room: int, wanted: int, now: float) -> list[Store]:
-        """Begin to store the unsaved blocks that the pool overwrites next, of sessions that may be stored.
+        """Begin to store the unsaved blocks that the pool overwrites next, and have their idle sessions saved.
 
-        Have their idle sessions saved, except with resume points, or without room in exclusive tiers. An idle session
-        for which no room can be made is worth less than all sessions in the tiers. It is cut before its first block
-        without room, and the pool may overwrite its further blocks.
+        No session is saved if resume points are needed, or exclusive tiers are full. An idle session for which no
+        room can be made is worth less than all sessions in the tiers. It is cut before its first block without room,
+        and the pool may overwrite its further blocks.
         """
         if not self.shape.stores_main:
             return []
@@ -912,8 +910,7 @@ class SessionManager:
     def lead_overwritten(self, most: int) -> None:
         """Have the pool overwrite at most `most` saved blocks of cold sessions next, in the policy's order of sessions.
 
-        Each session's last blocks are overwritten first, and blocks that sessions share after all others. The pool is
-        told by `order_some`, in this and later steps.
+        Each session's last blocks are overwritten first, and blocks that sessions share after all others.
         """
         if not self.shape.stores_main:
             return
@@ -970,10 +967,7 @@ class SessionManager:
         return plans
 
     def _demote(self, users: int, needed: int, session: Session) -> list[Store]:
-        """Begin to store again, lossy, the tenant's exact heads that fewer than `users` sessions share.
-
-        Stop when the exact compressed blocks to be replaced have `needed` bytes. Return the stores.
-        """
+        """Begin to store again, lossy, a tenant's exact heads of fewer than `users` sessions, up to `needed` bytes."""
         blocks, plans = self.blocks, list[Store]()
         for row in sorted(self._heads, key=lambda row: (blocks.users[row], -blocks.depth[row])):
             rows = np.array([row], np.int32)

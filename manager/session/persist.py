@@ -223,7 +223,7 @@ class JournalLink(_Link):
         return Adopted(len(entered), len(written), usage.saved_blocks, usage.saved_nbytes, len(strays))
 
     def _unchanged(self, written: JournalSession) -> int | None:
-        """Return the digest of the saved blocks of a session just entered; None if the journal has other blocks."""
+        """Return the digest of an entered session's saved blocks; None if not entered, or not as in the journal."""
         session = self._manager.table.by_id.get(written.session_id)
         if session is None or self._saved_blocks(*self._saved(session)) != written.saved:
             return None
@@ -385,7 +385,7 @@ class RedisLink(_Link):
         self._lookups.pop(request_id, None)
 
     def hear(self) -> None:
-        """Enter the blocks that Redis has by its answers since the last call. Report a change of `sessions.is_up`."""
+        """Enter the blocks found by Redis's answers since the last call. Report a change of `sessions.is_up`."""
         if self.sessions.is_up is not self._was_up:
             self._was_up = self.sessions.is_up
             self._manager.events(StoreIsUp(self._was_up))
