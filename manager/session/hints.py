@@ -98,12 +98,12 @@ class Hints(BaseModel):
     pin: True keeps the compressed blocks when others are dropped; False ends a pin. keep: ranges of tokens, each kept
     for a time. ttl_s: seconds after the last use until the session is forgotten. priority: sessions of lower priority
     are dropped before those of higher priority, under every policy; 0 without any hint. release: drop the session at
-    this request's end. expect_return_s: approximate seconds from this request's end until the client returns; without
-    them, they are learned from earlier waits for `tool`. tool: name of the tool that the client waits for. prefetch:
-    ids of sessions about to be used. parent_session_id: session that this session works for. tenant: tenant that the
-    session belongs to. quality: "exact" if this request takes exact KV only, "high" to take also KV decoded from blocks
-    with at least `HIGH` refinements, "any" to take all decoded KV; None for the configured quality. store: False if no
-    KV of this and later requests of the session may reach a tier; True to allow this again.
+    this request's end. expect_return_s: approximate seconds from this request's end until the client returns; None to
+    learn these from earlier waits for `tool`. tool: name of the tool that the client waits for. prefetch: ids of
+    sessions about to be used. parent_session_id: session that this session works for. tenant: tenant that the session
+    belongs to. quality: "exact" if this request takes exact KV only, "high" to take also KV decoded from blocks of
+    level `HIGH` or finer (see `Level`), "any" to take all decoded KV; None for the configured quality. store: False if
+    no KV of this and later requests of the session may reach a tier; True to allow this again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -265,7 +265,7 @@ class SaidBySession:
             session.tool = ""
 
     def pin(self, session: Session, until: float | None) -> str:
-        """Pin a session, or its new blocks, until time `until`; None for no end.
+        """Pin a session, with blocks that are new since an earlier pin, until time `until`; None for no end.
 
         Return the reason for a refusal; empty for none. A refusal also ends a pin that the session had before.
         """

@@ -1,7 +1,7 @@
 """Session memory manager: decides which blocks are stored, loaded and dropped.
 
 The manager does no I/O, starts no thread, reads no clock and knows neither torch nor vLLM. A driver calls the manager
-from a single thread and carries out the returned transfers.
+from a single thread, and hands the returned transfers to the workers.
 
 Tiers (RAM, GPU memory, disk, Redis) keep compressed blocks. A session is cold if no request runs and all its blocks are
 saved in a tier. A row is a block's number in the BlockTable, and its depth the number of blocks before it in a session.
@@ -84,7 +84,7 @@ class Request:
     # Noted by the driver.
     lossy: int = 0  # number of prompt tokens whose cached KV is decoded or derived
     exact: set[int] = field(default_factory=set)  # ids of the pool's blocks that a load fills with exact KV
-    found: int | None = None  # number of the prompt's blocks found resident or loaded; None before `Driver.admitted`
+    found: int | None = None  # number of the prompt's blocks found resident or loaded; None until `Driver.admitted`
     computed: int = 0  # number of the request's full blocks in the prefix cache
     saves_after: float = 0.0  # time from which the `computed` blocks are considered for saving
     was_loaded: bool = False  # true if a load has brought at least one block
@@ -171,7 +171,7 @@ class SessionManager:
         sink_tokens: number of first tokens of each session that are kept exact.
         quality: quality of requests without a hint of quality; see `Hints`.
         is_shared: True if several engines use the same tier.
-        ttl_s: seconds from a session's last use until the session is forgotten, without a hint; None for never.
+        ttl_s: default of the hint `ttl_s`, the seconds from a session's last use until it is forgotten; None for never.
         is_exclusive: True if tiers last no longer than the pool, so that a full tier need not hold resident blocks.
         levels: facts about the blocks of each level, from level 0 on.
     """
@@ -1136,7 +1136,7 @@ class SessionManager:
                 if not own.any() and floor == kept:
                     self.table.leave_order(victim)
                     self._heads_only[victim] = None
-                    if was_cold:  # any other session enters the order again when more of its blocks are saved
+                    if was_cold:  # else the session enters the order again when more of its blocks are saved
                         self.cut(victim, floor, DropCause.BUDGET)
                 return
         freed = np.cumsum(np.where(own, blocks.nbytes[rows], 0)[floor:][::-1].astype(np.int64))

@@ -2,7 +2,7 @@
 
 Only this module changes a session's blocks. A session is a growing list of blocks. A block hash covers the whole
 prefix, so a block has the same depth, the number of blocks before it, in every session. A row is a block's number in
-the BlockTable. Tiers (RAM, GPU memory, disk, Redis) keep compressed blocks, which are then called saved.
+the BlockTable. A block is saved if a tier (RAM, GPU memory, disk, Redis) has it, compressed.
 """
 
 from collections import Counter, defaultdict
@@ -28,7 +28,7 @@ from manthan.manager.session.blocks import (
 )
 from manthan.policies import EvictionPolicy, SessionView
 
-REMEMBERED = 1024  # about how many sessions are recognized without KV, by their last block; 2 more for each with KV
+REMEMBERED = 1024  # about how many sessions are recognized by their last block; and 2 more for each in the table
 MOST_RELATIVES = 64  # most sessions of a family, because each drop checks all of them. Later sessions do not join
 
 _NO_REQUESTS: frozenset[str] = frozenset()
@@ -84,7 +84,7 @@ class Session(Struct, eq=False, gc=False):
     last_used: float
     owner: Owner = ("", "")
     """Pair of the tenant, and "=NAME" or, for a nameless session, "#NUMBER". Only sessions of the same owner are served
-    the session's decoded KV from the prefix cache. All branches of a named session have the same owner.
+    the session's lossy KV from the prefix cache. All branches of a named session have the same owner.
 
     A nameless session that repeats an older session's whole prompt has the older session's owner.
     """
@@ -108,7 +108,7 @@ class Session(Struct, eq=False, gc=False):
     answer_tokens: int = 0
     left_tokens: int = 0
     ending: str = ""  # ending of the last answer; empty during a request, or if unknown
-    lossy_tokens: int = 0  # number of the last request's cached tokens with KV decoded, or computed from decoded KV
+    lossy_tokens: int = 0  # number of the last request's cached tokens with lossy KV: decoded, or computed from such KV
     tip: bytes = b""  # hash of the last block at the last request's end, by which a session without KV is recognized
 
     # Hints of the client; see Hints.
@@ -486,7 +486,7 @@ class SessionTable:
 
         The prompt belongs to a session if it extends the session's blocks, even if their KV is gone. With a name, it
         also belongs to a session of which only the last answer comes back changed. If the prompt continues from the
-        middle of a session, the client has changed an earlier message. A new session inherits the history (`_inherit`).
+        middle of a session, the client has changed an earlier message. A new session then inherits the older history.
 
         Args:
             hashes: block hashes of the prompt's full blocks.
@@ -513,7 +513,7 @@ class SessionTable:
         return session
 
     def find(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
-        """Return the session with blocks that a prompt extends; None for a new session, or a branch of a session.
+        """Return the session with blocks that a prompt extends; None if the prompt begins a session, or a branch of one.
 
         The result is the longest session whose blocks are the prompt's first blocks. With a name, a session that has
         all the prompt's blocks goes first, because its client then asks the same prompt again.
