@@ -509,8 +509,8 @@ class SessionManager:
     def _lose(self, rows: Rows) -> None:
         """Drop compressed blocks that cannot be used. The caller holds the rows.
 
-        Sessions without a running request are cut before such a block. They keep a block that is resident and not
-        decoded, or in a running request's prompt, because it can be stored again.
+        Sessions without a running request are cut before such a block, unless the block can be stored again: it is
+        resident and not decoded, or in the prompt of a running request.
         """
         blocks, used = self.blocks, rows[self.blocks.users[rows] > 0]
         self.drop(rows[blocks.is_droppable(rows)], DropCause.FAILED)
@@ -586,7 +586,7 @@ class SessionManager:
         return len(self.saving)
 
     def _save_soon(self, session: Session, now: float, *, is_pressed: bool) -> None:
-        """Have `plan_stores` save an idle session's blocks, in each call until the session is cold."""
+        """Have `plan_stores` save an idle session's blocks, in each call until the session is cold or put off."""
         if session.stays_out or session.is_cold or session in self.saving:
             return
         self.due.discard(session.session_id)
@@ -967,7 +967,7 @@ class SessionManager:
         return plans
 
     def _demote(self, users: int, needed: int, session: Session) -> list[Store]:
-        """Begin to store again, lossy, a tenant's exact heads of fewer than `users` sessions, up to `needed` bytes."""
+        """Begin to store again, lossy, a tenant's exact heads of fewer than `users` sessions: about `needed` bytes."""
         blocks, plans = self.blocks, list[Store]()
         for row in sorted(self._heads, key=lambda row: (blocks.users[row], -blocks.depth[row])):
             rows = np.array([row], np.int32)

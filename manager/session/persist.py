@@ -1,7 +1,7 @@
 """Links between engines: sessions go to the next engine by a journal on disk, and to other engines by Redis.
 
 A link never waits: threads of the journal and of the Redis client do the I/O. A resume point is a length of a session
-at which every KV cache group has the blocks needed to continue.
+at which every KV cache group has the blocks needed to continue. A block is saved if a tier (RAM, disk, Redis) has it.
 """
 
 import time
@@ -184,7 +184,7 @@ class JournalLink(_Link):
         others: Mapping[BlockName, int] | None = None,
         inner: Mapping[BlockName, Sequence[int]] | None = None,
     ) -> Adopted:
-        """Enter the journal's sessions as cold, each up to its first block missing on a rank. Drop all other blocks.
+        """Enter the journal's sessions as cold, each up to its first block missing on a rank. Drop all further blocks.
 
         The budget and the tenants' shares may not have room for all. So the most recently used sessions are entered
         first, and of each session the first blocks. The driver must have subscribed to the events by now.
@@ -192,7 +192,7 @@ class JournalLink(_Link):
         Args:
             ranks: for each rank, by block, the bytes that the block takes of the rank's part of the budget.
             now: seconds on this engine's clock.
-            others: by block stored with another number of ranks, the bytes of all shards; 0 if a shard is missing.
+            others: by block stored by another number of ranks, the bytes of all ranks' parts; 0 if a part is missing.
             inner: by block with refinements, the value of `BlockTable.inner`.
         """
         self._inner = inner or {}
@@ -342,7 +342,7 @@ class RedisLink(_Link):
         self.start, self.close = sessions.start, sessions.close
 
     def look_up(self, request: Request, usable: int) -> None:
-        """Ask Redis for a new request's blocks, from the first that is neither resident nor saved here.
+        """Ask Redis for a new request's blocks, from the first neither resident nor saved. Pass over short prompts.
 
         Args:
             usable: number of the prompt's first blocks that may be loaded; see `Driver.usable`.

@@ -53,7 +53,7 @@ class _Load:
 
 
 class Prefetcher:
-    """Loads one session at a time. A request waits for a prefetch only if it brings the request's next block.
+    """Loads one session at a time. A request waits only for a prefetch that brings the request's next block.
 
     Args:
         ranks: number of ranks, each of which answers every transfer.
@@ -104,7 +104,7 @@ class Prefetcher:
         self.to_load.pop(session.session_id, None)
 
     def _awaited(self, now: float) -> list[Session]:
-        """Return the sessions that can be loaded, of the first LOOKED_AT in `to_load`. Remove those that never can be.
+        """Return the loadable sessions of the first LOOKED_AT in `to_load`. Remove used, late and too large sessions.
 
         A session that is not cold yet stays in `to_load`, because it may go cold before its request. If there are more
         than LOOKED_AT sessions, those that stay move to the end.
@@ -169,7 +169,7 @@ class Prefetcher:
         sessions = self._awaited(now)
         if not sessions:
             return []
-        # A prefetch leaves `left` blocks to requests. It overwrites no unsaved block, and none that `_exact` returns.
+        # A prefetch leaves `left` blocks to requests. It overwrites no unsaved block, and spares blocks of `_exact`.
         left = self._spare + waiting
         wanted = min(max(map(self._size, sessions)), len(self._pool) - left)
         room = self._runway.length(left + wanted) - left if wanted > 0 else 0
@@ -186,7 +186,7 @@ class Prefetcher:
         return jobs
 
     def _exact(self, most: int) -> list[tuple[int, int]]:
-        """Return index in the free queue, and row, of each free block with exact KV of which the tiers have lossy KV.
+        """Return index in the free queue, and row, of each block with exact KV that the tiers have only in lossy form.
 
         most: number of first blocks of the free queue to search.
         """

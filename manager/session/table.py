@@ -513,7 +513,7 @@ class SessionTable:
         return session
 
     def find(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
-        """Return the session with blocks that a prompt extends; None if the prompt begins a session, or a branch of one.
+        """Return the session with blocks that a prompt extends; None if the prompt begins a new session, or a branch.
 
         The result is the longest session whose blocks are the prompt's first blocks. With a name, a session that has
         all the prompt's blocks goes first, because its client then asks the same prompt again.

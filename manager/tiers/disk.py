@@ -63,7 +63,7 @@ SYNC_S, CLOSE_S = 5.0, 5.0  # seconds between two syncs, and most seconds that `
 READERS, WRITERS, AHEAD = 8, 4, 16  # threads that read; threads that write; most runs that the threads read ahead
 RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20
 """Approximate bytes of a run, the blocks that a thread reads in a row; bytes searched for a header at a time."""
-QUIET_S = 60.0  # seconds between two log lines about failures of many blocks
+QUIET_S = 60.0  # least seconds between two log lines about the same failure
 
 
 def room(nbytes: int) -> int:
@@ -158,7 +158,7 @@ class DiskTier(ArenaTier):
                 job.cancel()
 
     def cleared(self, place: str) -> "DiskTier":
-        """Return this tier. The file loses its name before the next write, so that no process finds the file later."""
+        """Return this tier. The file loses its name soon, before any write, so that no process finds the file later."""
         super().cleared(place)
         self._is_apart = True
         return self

@@ -163,7 +163,7 @@ def remove_others(path: Path, name: str, counts: Container[int]) -> dict[str, in
 
 
 def _is_ours(path: Path) -> bool:
-    """True if the file is not locked, or if this process, a child or a sibling process has locked it."""
+    """True if the file is not locked, or cannot be opened, or if this process, a child or a sibling has locked it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
