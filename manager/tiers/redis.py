@@ -23,7 +23,7 @@ class RedisTier(Tier):
     """Tier of one shard (a rank's part) of each block in a namespace. Redis may evict any block at any time.
 
     Args:
-        ttl_s: Seconds from a session's last use until its blocks expire. `RedisSessions` renews the blocks.
+        ttl_s: Seconds from a session's last use until its first block expires. `RedisSessions` renews the blocks.
         writes: False if another rank writes the same shards, so that this tier only reads.
     """
 

@@ -29,7 +29,7 @@ Needed: TypeAlias = Callable[[int], Sequence[BlockName]]
 needs to continue behind these."""
 CLOSE_S = 5.0  # most seconds that `close` waits
 REST_S = 0.5  # seconds until the next try while Redis has no free memory
-RENEW = 1 / 16  # share of the time to live after which a used session's blocks get the full time to live again
+RENEW = 1 / 16  # share of the time to live after which a used session's blocks get their full time to live again
 FIRST, RUN, SWITCHES = 32, 256, 16
 """FIRST: blocks that a lookup asks for first, few so that a lookup of an unknown prompt is short. RUN: consecutive
 blocks taken to be as large as their middle block. SWITCHES: most runs of a lookup with different numbers of shards."""
@@ -67,7 +67,7 @@ class SessionRecord(NamedTuple):
     """Record of a session as of now.
 
     fields: fields of the Redis hash; None for a forgotten session. used: Unix time of the last use. blocks: KV cache
-    group, block hash and depth (number of earlier blocks) of each block that is saved, which means in a tier.
+    group, block hash and depth (number of earlier blocks) of each block that a tier has.
     """
 
     session_id: str
@@ -81,7 +81,7 @@ class RedisSessions:
 
     Args:
         counts: numbers of shards that a block may have: first this engine's, then each other that it can read.
-        ttl_s: seconds from a session's last use until its blocks expire.
+        ttl_s: seconds from a session's last use until its first block expires; see `lives_s`.
         facts: fields that each Redis hash of a session gets. `engine` names the engine that wrote the hash.
         answered: called on this object's thread when answers are ready.
         sealer: turns sessions' ids into digests; None if blocks are not sealed (encrypted).
