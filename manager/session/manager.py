@@ -210,7 +210,7 @@ class SessionManager:
         self.job_ids = count()
         self._is_shared, self._is_exclusive, self._levels = is_shared, is_exclusive, levels
         self._sink, self._wanted_sink = sink_tokens, sink_tokens
-        self.due = Ranking()  # by id of an idle session, the time at which the session is saved
+        self.due = Ranking()  # by id of an idle session, the time at which the session is to be saved
         self.saving: dict[Session, float] = {}  # for each idle session being saved, the time at which saving began
         self._loading: dict[str, Rows] = {}  # by id of a load, the pinned rows: they are not dropped
         self._torn: set[int] = set()  # pinned rows to drop after their loads, because ranks may have different copies
@@ -632,7 +632,7 @@ class SessionManager:
         return taken + bound * int((blocks.status[session.rows] == 0).sum()) > self.budget_nbytes
 
     def _put_off(self, session: Session, now: float, is_refused: bool = True) -> None:
-        """Save a session later. is_refused: True if the tiers had no room or failed, which doubles the wait."""
+        """Save or check a session later. is_refused: True to double the wait, as after a failure or without room."""
         self._stop_saving(session)
         session.refusals = min(session.refusals + is_refused, DOUBLINGS)
         if not session.requests:
@@ -641,8 +641,8 @@ class SessionManager:
     def _save_next_overwritten(self, room: int, wanted: int, now: float) -> list[Store]:
         """Begin to store the unsaved blocks that the pool overwrites next, and have their idle sessions saved.
 
-        No session is saved if resume points are needed, or exclusive tiers are full. An idle session for which no
-        room can be made is worth less than all sessions in the tiers. It is cut before its first block without room,
+        Whole sessions are not saved if resume points are needed, or exclusive tiers are full. An idle session for which
+        no room can be made is worth less than all sessions in the tiers. It is cut before its first block without room,
         and the pool may overwrite its further blocks.
         """
         if not self.shape.stores_main:
@@ -1044,7 +1044,7 @@ class SessionManager:
         return int(np.searchsorted(total, min(wanted, self.free_nbytes), side="right"))
 
     def _trim_until(self, short: Callable[[], int], tenant: str | None = None) -> None:
-        """Cut refinements of a tenant's sessions, or of all sessions for None, until `short()` bytes are 0 or less.
+        """Cut refinements of a tenant's sessions, or of all for None, until `short()`, the missing bytes, is 0 or less.
 
         Cut first the level whose loss costs least: added divergence, times the chance that a block is read, for each
         byte freed. At a level, sessions are cut in the policy's order. The chance is estimated as n ** -0.5, where n is
@@ -1093,7 +1093,7 @@ class SessionManager:
     def _drop_until(
         self, short: Callable[[], int], session: Session, tenant: str | None = None, *, is_pressed: bool = False
     ) -> None:
-        """Drop blocks of a tenant's sessions, or of all sessions for None, until `short()` bytes are 0 or less.
+        """Drop blocks of a tenant's sessions, or of all for None, until `short()`, the missing bytes, is 0 or less.
 
         Victims are taken in the policy's order. Stop at `session`, which needs the room.
         """

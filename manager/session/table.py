@@ -48,7 +48,7 @@ class Shares(NamedTuple):
 
 
 class SessionState(StrEnum):
-    """ACTIVE: a request runs. COLD: no request runs, and all blocks are saved in a tier. IDLE: neither."""
+    """ACTIVE: a request runs. COLD: no request runs, and all blocks are saved in a tier. IDLE: not active, not cold."""
 
     ACTIVE = auto()
     IDLE = auto()
@@ -251,7 +251,7 @@ class SessionTable:
         self.resident = Order(make_policy)
         """Sessions that may have resident blocks. Each leaves if a check finds none, and enters again when used."""
         self.orders = defaultdict[tuple[str | None, int], Order](lambda: Order(make_policy))
-        """Orders of unpinned sessions, by key. A key is a tenant with a quota, or None for all; and a number n.
+        """Orders of unpinned sessions. A key has a tenant with a quota, or None for all tenants, and a number n.
 
         The order for n = 0 has the sessions that may have compressed blocks to drop. An order for a larger n has those
         that may have compressed blocks with at least n refinements: parts of a block that can be cut off.
@@ -275,7 +275,7 @@ class SessionTable:
     # -- sessions -------------------------------------------------------------------------------------
 
     def create(self, name: str | None, tenant: str, now: float, session_id: str = "") -> Session:
-        """Enter a new session without blocks. session_id: the id; empty for a new id."""
+        """Enter a new session without blocks. session_id: the id; empty to make one."""
         session = Session(session_id or self._new_id(name, tenant), name, tenant, next(self._numbers), now, now)
         session.stays_out = any(other.stays_out for other in self._named[tenant, name])
         self._enter(session)
