@@ -721,7 +721,7 @@ class SessionManager:
         length = first_false(marks != Mark.DECODED)
         is_gone = length < len(rows)
         if not length or is_full:
-            return StoresBegun([], 0, not length)  # the first cannot be stored, or nothing fits or makes room
+            return StoresBegun([], 0, not length)  # the first block cannot be stored, or no block fits
         rows, marks = rows[:length], marks[:length]
         counts = self._exact_tokens(rows, marks, group, session.tenant) if exact is None else np.full(length, exact)
         bounds = np.array([shape.bounds[tokens] for tokens in counts.tolist()], np.int64)
