@@ -15,7 +15,7 @@ logger = logging.getLogger("vllm.manthan.sweeper")
 class Sweeper:
     """Background job that calls `due` periodically, and `ring` if `due` returned True. Both run on the job's thread.
 
-    idle_after_s: shortest delay after which work becomes due, in seconds. The period is LATE_SHARE of the delay.
+    idle_after_s: shortest delay after which work becomes due. The period is LATE_SHARE of it, and at least SHORTEST_S.
     """
 
     def __init__(self, idle_after_s: float, due: Callable[[], bool], ring: Callable[[], None]) -> None:

@@ -1,6 +1,7 @@
 """Hints: a client's instructions for a session, in a request, and a sentence for each mistake in them.
 
-A field's description completes the sentence "HINT must be …".
+A field's description completes the sentence "HINT must be …". The cold store is all tiers (RAM, GPU memory, disk,
+Redis), which keep compressed blocks.
 """
 
 import reprlib
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from manthan.manager.session.manager import SessionManager
 
 WHERE = "kv_transfer_params.manthan"  # key of hints in a request
-LONGEST_NAME = 256  # characters of a session's id or a tenant's name
+LONGEST_NAME = 256  # most characters of a session's id, a tenant's name or a tool's name
 MOST_PREFETCHES = 64
 HIGHEST_PRIORITY = 10
 
@@ -97,12 +98,12 @@ class Hints(BaseModel):
     pin: True keeps the compressed blocks when others are dropped; False ends a pin. keep: ranges of tokens, each kept
     for a time. ttl_s: seconds after the last use until the session is forgotten. priority: sessions of lower priority
     are dropped before those of higher priority, under every policy; 0 without any hint. release: drop the session at
-    this request's end. expect_return_s: approximate seconds until the client returns. tool: name of the tool that the
-    client waits for; the seconds are learned from earlier waits for the tool. prefetch: ids of sessions about to be
-    used. parent_session_id: session that this session works for. tenant: tenant that the session belongs to. quality:
-    "exact" if this request takes exact KV only, "high" to take also KV decoded from blocks of level `HIGH` or finer,
-    "any" to take all decoded KV; None for the configured quality. store: False if no KV of this and later requests of
-    the session may reach a tier; True to allow this again.
+    this request's end. expect_return_s: approximate seconds from this request's end until the client returns; None to
+    learn these from earlier waits for `tool`. tool: name of the tool that the client waits for. prefetch: ids of
+    sessions about to be used. parent_session_id: session that this session works for. tenant: tenant that the session
+    belongs to. quality: "exact" if this request takes exact KV only, "high" to take also KV decoded from blocks of
+    level `HIGH` or finer (see `Level`), "any" to take all decoded KV; None for the configured quality. store: False if
+    no KV of this and later requests of the session may reach a tier; True to allow this again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -156,7 +157,7 @@ NO_HINTS = Hints()
 
 
 def parse_hints(value: object) -> Hints:
-    """Return the hints of a request. value: mapping of hints at `WHERE` in the request, or None. Ignore hints of null.
+    """Return the hints of a request. value: mapping at `WHERE` in the request, or None. Ignore hints with value None.
 
     Raises: HintError for an unknown hint, a wrong value, or hints that contradict each other.
     """
@@ -223,12 +224,12 @@ class SaidBySession:
 
     def __init__(self, manager: "SessionManager", ttl_s: float | None) -> None:
         self._manager, self._table, self._ttl_s = manager, manager.table, ttl_s
-        self.pinned: dict[Session, int] = {}  # by session pinned or kept, its bytes of the share `Shares.pinned`
+        self.pinned: dict[Session, int] = {}  # by pinned or kept session, its bytes of the share `Shares.pinned`
         self.ttls, self.pins = Ranking(), Ranking()
-        """By session id, the time at which the session is forgotten, and the next end of its pin or a kept range."""
+        """By session id: in `ttls` the time to forget the session, in `pins` the next end of a pin or kept range."""
         self._tools = ToolTimes()
         self.expected: Callable[[Session, float], None] = lambda session, now: None
-        """Function of the prefetcher for a changed expected return, called with the session and the time of change."""
+        """Function of the prefetcher for a changed expected return: takes the session, and the begin of its wait."""
 
     def take(self, session: Session, hints: Hints, now: float) -> str:
         """Do what a request's hints ask for. Return the reason for a refusal, in a sentence; empty for none."""
@@ -250,7 +251,7 @@ class SaidBySession:
         return refused or refused_range
 
     def await_return(self, session: Session, seconds: float | None, tool: str, since: float) -> None:
-        """Note that the client returns `seconds` after `since`; if None, after the tool's median pause, if known."""
+        """Note that the client returns `seconds` after `since`. If None, the tool's median pause counts, if known."""
         session.tool, session.is_sure = tool, True
         if seconds is None:
             seconds, session.is_sure = self._tools.expected(session.tenant, tool)
@@ -264,7 +265,7 @@ class SaidBySession:
             session.tool = ""
 
     def pin(self, session: Session, until: float | None) -> str:
-        """Pin a session, or its new blocks, until time `until`; None for no end.
+        """Pin a session, with blocks that are new since an earlier pin, until time `until`; None for no end.
 
         Return the reason for a refusal; empty for none. A refusal also ends a pin that the session had before.
         """
@@ -291,9 +292,9 @@ class SaidBySession:
     def _renew(self, session: Session, now: float = -inf) -> str:
         """Set the number of first blocks to keep, and the next end of a pin or range. Drop ranges that end by `now`.
 
-        Blocks are kept up to the end of the last range left, because KV is worthless without all earlier KV. If resume
-        points are needed, the whole session is kept, because its deepest resume point is at the end. Return the reason
-        for a refusal; empty for none.
+        Blocks are kept up to the largest end of a range left, because KV is worthless without all earlier KV. If resume
+        points (lengths at which a model with windows or states can continue) are needed, the whole session is kept,
+        because its deepest resume point is at the end. Return the reason for a refusal; empty for none.
         """
         session.keeps, refused = tuple(each for each in session.keeps if each[0] > now), ""
         if not session.is_pinned:
@@ -318,7 +319,7 @@ class SaidBySession:
     def _count(self, hint: str, session: Session, rows: Rows) -> str:
         """Count the bytes of a session's first blocks `rows` and of its resume points as pinned, if there is room.
 
-        A block counts with the configured codec's bound if it is not saved, or is exact because sessions share it.
+        A block counts with the codec's largest size if it is not saved, or is stored exact because sessions share it.
         Return the reason for a refusal of `hint`, which tells nothing of other tenants; empty if there is room.
         """
         manager, blocks, tenant = self._manager, self._manager.blocks, session.tenant

@@ -1,12 +1,15 @@
 """Session memory manager: decides which blocks are stored, loaded and dropped.
 
 The manager does no I/O, starts no thread, reads no clock and knows neither torch nor vLLM. A driver calls the manager
-from a single thread and carries out the returned transfers.
+from a single thread, and hands the returned transfers to the workers.
 
-A row is the number of a block in the BlockTable. A resume point is a length of a session at which every KV cache group
-has the blocks needed to continue. A compressed block's level is the number of its refinements: parts behind the base
-that can be cut off. A mark tells if a block's KV is exact, decoded, or derived: computed behind decoded blocks.
-Relatives are sessions of one family, made of parents and children by the hint `parent_session_id`.
+Tiers (RAM, GPU memory, disk, Redis) keep compressed blocks. A session is cold if no request runs and all its blocks are
+saved in a tier. A row is a block's number in the BlockTable, and its depth the number of blocks before it in a session.
+A resume point is a length of a session at which every KV cache group has the blocks needed to continue: with a single
+group of full attention, any length. A block's level is the number of its refinements: parts behind the base that can be
+cut off. A mark tells if KV is exact, decoded, or derived (computed behind decoded blocks). Lossy KV is decoded or
+derived. Heads are first blocks that sessions share. Sessions are relatives if the hint `parent_session_id` makes them
+parents, children or further kin.
 """
 
 from collections import deque
@@ -47,20 +50,20 @@ from manthan.manager.transfer import JOB_BLOCKS, Answers, Transfer
 from manthan.policies import EvictionPolicy, PolicyOptions
 from manthan.policies.ranking import Ranking
 
-DOUBLINGS = 5  # most doublings of the wait until a session is saved again, after the tiers had no room for it or failed
+DOUBLINGS = 5  # most doublings of the wait before a session is saved again, after the tiers failed or had no room
 STRIDE = 32  # `lead_overwritten` looks up every 32nd block of a session in the pool
 LOOKED_AT = 32  # most sessions that `lead_overwritten` looks at
-STEP_BLOCKS = 64  # most blocks in a call of `to_order`, because the pool takes time for each. A step makes one call
-BEHIND = 64  # a step makes one more call of `to_order` for each 64 calls that wait
+STEP_BLOCKS = 64  # most blocks in a call of `to_order`, because each block takes time. A step makes one call
+BEHIND = 64  # a step makes another call of `to_order` for each 64 calls that wait
 AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
-"""Orders of an operator that are refused while a request of the session runs."""
+"""Orders of an operator that are refused while a request of the session runs, each with words for the refusal."""
 
 
 class PointParts(NamedTuple):
     """Resume point of a session, as the driver knows it."""
 
     depth: int  # number of the session's blocks up to the point
-    parts: Sequence[tuple[int, bytes, int]]  # group, block hash and position of each needed block of further groups
+    parts: Sequence[tuple[int, bytes, int]]  # group, block hash and position of each needed block of windows or states
 
 
 @dataclass(slots=True, eq=False)
@@ -75,22 +78,22 @@ class Request:
     began: float  # time of the request's arrival
     hints: Hints
     own: int = 0
-    """Number of the prompt's first blocks that the session or a session of its name has. Only these may be lossy."""
+    """Number of the prompt's first blocks that the client's sessions have. Blocks loaded behind these are exact."""
     quality: Quality = "any"  # see `Hints`
 
     # Noted by the driver.
-    lossy: int = 0  # number of the prompt's cached tokens that are decoded or derived
-    exact: set[int] = field(default_factory=set)  # ids of the pool's blocks that a load filled with exact KV
-    found: int | None = None  # number of the prompt's blocks that were resident or loaded; None before the admission
+    lossy: int = 0  # number of prompt tokens whose cached KV is decoded or derived
+    exact: set[int] = field(default_factory=set)  # ids of the pool's blocks that a load fills with exact KV
+    found: int | None = None  # number of the prompt's blocks found resident or loaded; None until `Driver.admitted`
     computed: int = 0  # number of the request's full blocks in the prefix cache
     saves_after: float = 0.0  # time from which the `computed` blocks are considered for saving
     was_loaded: bool = False  # true if a load has brought at least one block
-    is_unserved: bool = False  # true if a tier did not answer, so that the request does not ask again
-    taken: int = 0  # number of blocks that vLLM had allocated at the last call of `Driver.admitted`
+    is_unserved: bool = False  # true if a tier did not answer a load, so that the request gets no further load
+    taken: int = 0  # number of the request's blocks at the last call of `Driver.admitted`; 0 after `Driver.matched`
 
     @property
     def asker(self) -> Asker | None:
-        """Owner of the session, with "high" behind it for a request of high quality; None for exact KV only."""
+        """Owner of the session, with "high" as third item for a request of high quality; None for exact KV only."""
         if self.quality == "exact":
             return None
         return (*self.session.owner, "high") if self.quality == "high" else self.session.owner
@@ -98,7 +101,7 @@ class Request:
     def has_brought(self, blocks: int) -> None:
         """Note that the client's session has the prompt's first `blocks` blocks in another engine.
 
-        Sessions without a name ignore this, because only names are common to engines.
+        A nameless session ignores this, because only names are common to engines. So does a request for exact KV.
         """
         if self.session.name is not None and self.quality != "exact":
             self.own = max(self.own, blocks)
@@ -108,43 +111,43 @@ class Store:
     """Transfer of blocks from the pool to the tiers, to begin or under way.
 
     Args:
-        transfer: the job. Its blocks of the pool are referenced already.
+        transfer: the job. The pool's blocks in it are referenced already.
         rows: row of each block.
-        exact: number of exact first tokens of each block.
-        replaces: for each block, True if it was saved before.
+        exact: number of first tokens of each block that are stored exact.
+        replaces: for each block, True if it is saved already, and is stored again.
     """
 
     def __init__(self, transfer: Transfer, rows: Rows, exact: NDArray[np.uint16], replaces: Mask) -> None:
         self.transfer, self.rows, self.exact, self.replaces = transfer, rows, exact, replaces
         self.answers = Answers([transfer])
         self.block_ids: list[int] = transfer.block_ids.tolist()  # referenced until all ranks have gathered the blocks
-        self.gathered = 0  # number of ranks that have gathered them
+        self.gathered = 0  # number of ranks that have gathered the blocks: read them from the pool
         self.is_void = False  # true after a reset, which makes the result worthless
 
 
 class Outcome(NamedTuple):
-    """Answer to a request's hints."""
+    """Reply to a request's hints, for the client."""
 
     session_id: str  # shown to the tenant
     is_pinned: bool
     refused: str  # reason for a refusal, in a sentence; empty for none
-    lossy_tokens: int = 0  # number of the prompt's cached tokens that are decoded or derived
+    lossy_tokens: int = 0  # see `Request.lossy`
 
 
 class StoresBegun(NamedTuple):
     """Stores that `SessionManager._begin` has begun for some rows."""
 
     plans: list[Store]
-    taken: int  # number of first rows that the stores have
-    is_gone: bool = False  # true if the stores end because the next row's block is absent from the pool, or decoded
+    taken: int  # number of rows, from the first on, whose blocks are in the stores
+    is_gone: bool = False  # true if the stores end because the pool lacked the next row's block, or had it decoded
 
 
 class Usage(NamedTuple):
     """Counts of sessions, resume points and blocks, and bytes."""
 
     sessions: dict[SessionState, int]  # by state
-    points: int  # number of resume points whose blocks of further groups are all saved
-    unsaved_blocks: int  # number of unsaved blocks of sessions and requests
+    points: int  # number of resume points whose blocks of windows and states are all saved
+    unsaved_blocks: int  # number of unsaved blocks of sessions, resume points and requests
     saved_blocks: int
     exact_blocks: int  # number of saved blocks with exact tokens
     pool_nbytes: int  # bytes that the saved blocks take in the pool when resident
@@ -156,26 +159,26 @@ class SessionManager:
     """Decides for an engine which blocks are stored, loaded and dropped.
 
     Args:
-        policy: orders the sessions with compressed blocks.
+        policy: class that orders the sessions with compressed blocks; the first lose theirs first.
         shape: sizes of the blocks.
         capacity_nbytes: hard budget of the tiers, all ranks together.
-        idle_after_s: seconds from a session's last request until it is saved.
+        idle_after_s: seconds from the end of a session's last request until the session is saved.
         events: the engine's stream of events.
-        min_tokens: sessions with fewer tokens are not tracked.
+        min_tokens: least length of a session, rounded up to blocks. Shorter sessions are forgotten when idle.
         label: part of the ids of sessions without a name, different for each engine.
         options: options of the policy; None for the defaults.
         shares: shares of the budget for pinned sessions, for tenants, and for first blocks that sessions share.
         sink_tokens: number of first tokens of each session that are kept exact.
-        quality: quality of requests without such a hint; see `Hints`.
+        quality: quality of requests without a hint of quality; see `Hints`.
         is_shared: True if several engines use the same tier.
-        ttl_s: seconds from a session's last use until it is forgotten; None for never.
+        ttl_s: default of the hint `ttl_s`, the seconds from a session's last use until it is forgotten; None for never.
         is_exclusive: True if tiers last no longer than the pool, so that a full tier need not hold resident blocks.
-        levels: facts about blocks of each level, from level 0 on.
+        levels: facts about the blocks of each level, from level 0 on.
     """
 
     pool: Pool  # set by `bind`
-    runway: Runway  # of the pool. `ahead` is the number of blocks wanted before the free queue's first unsaved block
-    enough = 16  # number of consecutive prompts without the last answer, from which on answers are not saved
+    runway: Runway  # `runway.ahead` is the number of blocks wanted in the free queue before its first unsaved block
+    enough = 16  # number of consecutive prompts that leave out the last answer, after which no answer is saved
 
     def __init__(
         self,
@@ -207,27 +210,27 @@ class SessionManager:
         self.job_ids = count()
         self._is_shared, self._is_exclusive, self._levels = is_shared, is_exclusive, levels
         self._sink, self._wanted_sink = sink_tokens, sink_tokens
-        self.due = Ranking()  # by id of an idle session, the time at which the session is saved
-        self.saving: dict[Session, float] = {}  # for each idle session being saved, the time at which that began
-        self._loading: dict[str, Rows] = {}  # by id of a load, the pinned rows
-        self._torn: set[int] = set()  # rows to drop once no load reads them, because only some ranks have the new block
-        self._heads: set[int] = set()  # rows of blocks that sessions share and that are stored exact
-        self.read: Callable[[Rows], None] = lambda rows: None  # called with rows that a load has read
+        self.due = Ranking()  # by id of an idle session, the time at which the session is to be saved
+        self.saving: dict[Session, float] = {}  # for each idle session being saved, the time at which saving began
+        self._loading: dict[str, Rows] = {}  # by id of a load, the pinned rows: they are not dropped
+        self._torn: set[int] = set()  # pinned rows to drop after their loads, because ranks may have different copies
+        self._heads: set[int] = set()  # rows of the heads that are stored exact
+        self.read: Callable[[Rows], None] = lambda rows: None  # called at a load's end with its rows still saved
         self._heirs: dict[Session, None] = {}
-        """Sessions to enter into the policy's order again, because relatives no longer share their blocks."""
+        """Sessions to enter into the policy's order again, because others no longer share some of their blocks."""
         self._heads_only: dict[Session, None] = {}
-        """Sessions taken out of the policy's order, because relatives share all blocks that the sessions have left."""
+        """Sessions out of the policy's order, because relatives share, or hints keep, all blocks left to drop."""
         self.to_order = deque[tuple[Callable[[int, list[bytes]], None], Rows]]()
-        """Functions of the pool that `order_some` has to call, each with the rows for it. Unsaved rows are left out."""
-        self._led: list[tuple[int, int]] = []  # last sessions of `lead_overwritten`: number, and depth of resident KV
-        self._left_out = 0  # number of latest consecutive prompts that leave out the last answer
+        """Functions of the pool that `order_some` has to call, each with rows. Rows unsaved by then are left out."""
+        self._led: list[tuple[int, int]] = []  # last choice of `lead_overwritten`: `Session.number`, number of blocks
+        self._left_out = 0  # number of the latest consecutive prompts that leave out their session's last answer
 
     def bind(self, runway: Runway) -> None:
         """Use the runway's pool."""
         self.runway, self.pool = runway, runway.pool
 
     def recode(self, shape: MemoryShape, capacity_nbytes: int, all_exact: bool = False) -> None:
-        """Encode in another codec from now on. Saved blocks stay. all_exact: keep every token exact."""
+        """Encode in another codec from now on. Saved blocks stay. all_exact: True to store every token exact."""
         self.shape = self.table.shape = shape
         self.budget_nbytes = capacity_nbytes
         self._sink = 1 << 62 if all_exact else self._wanted_sink
@@ -310,10 +313,10 @@ class SessionManager:
         points: Sequence[PointParts] = (),
         ending: str = "",
     ) -> tuple[Outcome, list[Store]]:
-        """Note the end of a request. Return the answer to its hints, and the begun stores of resume points.
+        """Note the end of a request. Return the reply to its hints, and the begun stores of resume points.
 
         Args:
-            hashes: block hashes of all computed blocks, of prompt and answer.
+            hashes: block hashes of all full computed blocks, of prompt and answer.
             tokens: number of tokens of prompt and answer; None if there are none behind the blocks.
             points: resume points whose blocks the pool has now, the deepest first.
             ending: reason for the answer's end, such as a stop token; see `SessionView.ending`.
@@ -392,7 +395,7 @@ class SessionManager:
             self.due.set(session.session_id, now + self.idle_after_s)
 
     def _place(self, session: Session, points: Sequence[PointParts]) -> list[Store]:
-        """Enter resume points of a session, the deepest first, and begin to store their blocks. Return the stores."""
+        """Enter a session's resume points from `min_blocks` on, and begin to store their blocks. Return the stores."""
         wanted = [point for point in points if point.depth >= self.min_blocks]
         if not wanted or session.stays_out:
             return []
@@ -414,21 +417,19 @@ class SessionManager:
         return plans
 
     def enter_parts(self, parts: Sequence[tuple[int, bytes, int]]) -> Rows:
-        """Return the row of each block of further groups. parts: group, block hash and position of each."""
+        """Return the rows of a resume point's blocks, new rows for unknown blocks. parts: see `PointParts`."""
         groups, hashes, positions = zip(*parts, strict=True) if parts else ((), (), ())
         return self.blocks.enter(groups, hashes, positions)
 
     # -- loads ----------------------------------------------------------------------------------------
 
     def match(self, request: Request, resident: int, usable: int) -> int:
-        """Return the number of blocks to load for a request.
+        """Return the number of blocks behind the resident ones that a load can bring for a request.
 
         The blocks are saved, without a gap, and as fine as the request's quality demands. Behind the first
         `Request.own` blocks they are exact. If resume points are needed, the blocks end at a resume point.
 
-        Args:
-            resident: number of the prompt's first blocks that are resident. Blocks behind these are loaded.
-            usable: number of the prompt's first blocks that may be found.
+        resident, usable: see `Driver.matched`.
         """
         blocks, rows, is_high = self.blocks, request.rows[resident:usable], request.quality == "high"
         length = blocks.saved_prefix(rows)
@@ -448,19 +449,19 @@ class SessionManager:
         return 0
 
     def is_coarse(self, rows: Rows) -> Mask:
-        """Return a mask of the saved rows too coarse for requests of high quality."""
+        """Return a mask of the saved `rows`: True if a block is too coarse for requests of high quality."""
         is_coarse: Mask = (self.blocks.level[rows] < HIGH) & ~self._is_whole(rows)
         return is_coarse
 
     def is_exact(self, rows: Rows) -> Mask:
-        """Return a mask of the saved rows that decode, bit for bit, to KV computed from exact blocks."""
+        """Return a mask of the saved `rows`: True if a block decodes, bit for bit, to KV with the mark EXACT."""
         is_exact: Mask = self._is_whole(rows) & (self.blocks.mark[rows] == Mark.EXACT)
         return is_exact
 
     def _is_whole(self, rows: Rows) -> Mask:
-        """Return a mask of the saved rows that decode, bit for bit, to what was encoded.
+        """Return a mask of the saved `rows`: True if a block decodes, bit for bit, to the KV that was encoded.
 
-        Blocks that are being stored again do not count, because some rank may have a lossy copy by now.
+        False for blocks that are being stored again, because some rank may have a lossy copy by now.
         """
         is_whole = np.zeros(len(rows), np.bool_)
         for number, group in self.shape.groups.items():
@@ -471,7 +472,7 @@ class SessionManager:
         return is_whole & is_settled
 
     def load_started(self, load_id: str, rows: Rows) -> Rows:
-        """Pin the rows of a load, and those of the resume point at the last row. Return the resume point's rows."""
+        """Pin the rows that a load reads, with those of the resume point behind `rows`. Return the point's rows."""
         point = self.points.at(int(rows[-1])) if self.points.is_needed and len(rows) else None
         beside = NO_ROWS if point is None else point.rows
         pinned = rows if self.shape.stores_main else NO_ROWS
@@ -488,7 +489,7 @@ class SessionManager:
         return Transfer(job_id, "load", group, list(hashes), block_ids, tenant=tenant, request_id=request_id)
 
     def load_finished(self, load_id: str, failed: Sequence[BlockName] = ()) -> None:
-        """Unpin the rows of a load. failed: blocks that could not be read, and are dropped."""
+        """Unpin the rows of a load. failed: unreadable blocks, which are dropped unless a further load reads them."""
         rows = self._loading.pop(load_id, NO_ROWS)
         blocks = self.blocks
         groups, hashes = zip(*failed, strict=True) if failed else ((), ())
@@ -508,8 +509,8 @@ class SessionManager:
     def _lose(self, rows: Rows) -> None:
         """Drop compressed blocks that cannot be used. The caller holds the rows.
 
-        Sessions without a request end before such a block, unless it is resident and computed, or in a running
-        request's prompt, so that the request computes it.
+        Sessions without a running request are cut before such a block, unless the block can be stored again: it is
+        resident and not decoded, or in the prompt of a running request.
         """
         blocks, used = self.blocks, rows[self.blocks.users[rows] > 0]
         self.drop(rows[blocks.is_droppable(rows)], DropCause.FAILED)
@@ -518,7 +519,7 @@ class SessionManager:
                 self._end_at_point(session)
             if blocks.group[row] != self.shape.session_group:
                 continue
-            is_asked = blocks.holds[row] > 1  # by a request, besides the load itself
+            is_asked = blocks.holds[row] > 1  # a request has the block in its prompt, too; the caller has one hold
             is_computed = is_asked or self._pool_marks(np.array([row], np.int32))[0] != Mark.DECODED
             depth = int(blocks.depth[row])
             for session in list(self.table.holders(row, depth)):
@@ -528,7 +529,7 @@ class SessionManager:
                     self.cut(session, depth, DropCause.ABANDONED)
 
     def loaded_marks(self, rows: Rows) -> NDArray[np.uint8]:
-        """Return the marks that the pool's blocks get when these rows are loaded into them.
+        """Return the mark for each of the pool's blocks into which one of these rows is loaded.
 
         With a shared tier all are DECODED, because another engine may have replaced a block by one of another codec.
         """
@@ -542,8 +543,8 @@ class SessionManager:
         """Begin stores and return them. The pool's blocks are referenced until the driver gives them back.
 
         Args:
-            room: most free blocks that these stores may reference.
-            wanted: number of blocks to save because memory is short; 0 if it is not.
+            room: most free blocks that these stores may reference. Shared first blocks stored again may exceed it.
+            wanted: number of blocks to save because memory is short; 0 for none.
         """
         for session_id in list(self.due.pop_until(now)):
             session = self.table.by_id[session_id]
@@ -560,7 +561,7 @@ class SessionManager:
         return plans
 
     def order_some(self) -> None:
-        """Make the first call of `to_order`, for STEP_BLOCKS blocks at most; several calls if many wait."""
+        """Make the first call in `to_order`, and one more for each BEHIND calls that wait."""
         for _ in range(min(len(self.to_order), 1 + len(self.to_order) // BEHIND)):
             call, rows = self.to_order.popleft()
             rows = rows[self.blocks.is_saved(rows) & (self.blocks.group[rows] == self.shape.session_group)]
@@ -569,7 +570,7 @@ class SessionManager:
                 self.runway.forget()
 
     def _forget_overwritten(self, session: Session, now: float) -> None:
-        """Cut a session that stays out of the tiers before its first overwritten block. Set a time to check again."""
+        """At its first overwritten block, cut a session that stays out of the tiers. Set a time to check again."""
         rows, blocks = session.rows, self.blocks
         is_resident = np.array(self.pool.lookup(self.shape.main, blocks.hashes(rows))) >= 0
         is_stored = blocks.is_saved(rows) & (blocks.group[rows] != NO_GROUP)
@@ -578,14 +579,14 @@ class SessionManager:
             self._put_off(session, now)
 
     def save_all(self, now: float) -> int:
-        """Begin to save all idle sessions that are not cold. Return the number of sessions being saved."""
+        """Begin to save all idle sessions that may be saved and are not cold. Return the number being saved."""
         for session in list(self.table.by_id.values()):
             if not session.requests and not session.is_cold:
                 self._save_soon(session, now, is_pressed=False)
         return len(self.saving)
 
     def _save_soon(self, session: Session, now: float, *, is_pressed: bool) -> None:
-        """Have later calls of `plan_stores` save an idle session's blocks, until the session is cold."""
+        """Have `plan_stores` save an idle session's blocks, in each call until the session is cold or put off."""
         if session.stays_out or session.is_cold or session in self.saving:
             return
         self.due.discard(session.session_id)
@@ -614,7 +615,7 @@ class SessionManager:
                     self.events(events.Overwritten(lost))
                 self.cut(session, int(blocks.depth[needed[begun.taken]]), DropCause.ABANDONED)
             elif begun.taken < len(needed):
-                if not session.refusals:  # while tiers are full, the pool spares saved blocks like unsaved ones
+                if not session.refusals:  # while tiers are full, the pool spares the session's saved blocks, too
                     self.to_order += ((self.pool.forget, part) for part in reversed(split(rows)))
                 self._put_off(session, now)
                 return plans
@@ -624,14 +625,14 @@ class SessionManager:
         return plans
 
     def _is_too_large(self, session: Session) -> bool:
-        """True if a session with resume points would not fit even into empty tiers."""
+        """True if a session with resume points may be too large even for empty tiers."""
         blocks, rows = self.blocks, np.concatenate([session.rows, session.point_rows])
         taken = blocks.nbytes_of(rows) + int(blocks.reserved[rows].sum(dtype=np.int64))
         bound = self.shape.groups[self.shape.main].bounds[0]
         return taken + bound * int((blocks.status[session.rows] == 0).sum()) > self.budget_nbytes
 
     def _put_off(self, session: Session, now: float, is_refused: bool = True) -> None:
-        """Save a session later. is_refused: True if the tiers had no room or failed, which doubles the wait."""
+        """Save or check a session later. is_refused: True to double the wait, as after a failure or without room."""
         self._stop_saving(session)
         session.refusals = min(session.refusals + is_refused, DOUBLINGS)
         if not session.requests:
@@ -640,8 +641,9 @@ class SessionManager:
     def _save_next_overwritten(self, room: int, wanted: int, now: float) -> list[Store]:
         """Begin to store the unsaved blocks that the pool overwrites next, and have their idle sessions saved.
 
-        An idle session for which no room can be made is worth less than all sessions in the tiers. It is cut before its
-        first block without room, and the pool may overwrite its further blocks.
+        Whole sessions are not saved if resume points are needed, or exclusive tiers are full. An idle session for which
+        no room can be made is worth less than all sessions in the tiers. It is cut before its first block without room,
+        and the pool may overwrite its further blocks.
         """
         if not self.shape.stores_main:
             return []
@@ -701,12 +703,12 @@ class SessionManager:
         return self._begin(needed, request.session, is_pressed=not self._is_exclusive).plans if len(needed) else []
 
     def _begin(self, rows: Rows, session: Session, *, is_pressed: bool, exact: int | None = None) -> StoresBegun:
-        """Begin to store blocks, up to the first that is not resident, or decoded, or for which there is no room.
+        """Begin to store blocks, up to the first that the pool lacks or has decoded, or that finds no room.
 
         Args:
             rows: rows of the blocks, of one group, in the order of their depths.
-            is_pressed: True if blocks of sessions that are worth less may be dropped to make room.
-            exact: number of exact first tokens of each block; None for those of `_exact_tokens`.
+            is_pressed: True to drop blocks of less worth as if memory were short. Exclusive tiers drop only then.
+            exact: number of first tokens of each block to store exact; None for the numbers of `_exact_tokens`.
         """
         if not len(rows):
             return StoresBegun([], 0)
@@ -719,7 +721,7 @@ class SessionManager:
         length = first_false(marks != Mark.DECODED)
         is_gone = length < len(rows)
         if not length or is_full:
-            return StoresBegun([], 0, not length)  # none fits, and nothing makes room
+            return StoresBegun([], 0, not length)  # the first block cannot be stored, or no block fits
         rows, marks = rows[:length], marks[:length]
         counts = self._exact_tokens(rows, marks, group, session.tenant) if exact is None else np.full(length, exact)
         bounds = np.array([shape.bounds[tokens] for tokens in counts.tolist()], np.int64)
@@ -752,12 +754,12 @@ class SessionManager:
         return StoresBegun(plans, fits, is_gone)
 
     def sink_tokens(self, rows: Rows, group: int) -> NDArray[np.int64]:
-        """Return the number of first tokens of each block that are kept exact as first tokens of the session."""
+        """Return how many of each block's tokens are among the session's first tokens, which are stored exact."""
         tokens = self.shape.groups[group].tokens
         return np.clip(self._sink - self.blocks.depth[rows].astype(np.int64) * tokens, 0, tokens)
 
     def _exact_tokens(self, rows: Rows, marks: NDArray[np.uint8], group: int, tenant: str) -> NDArray[np.int64]:
-        """Return the number of first tokens of each block to keep exact. Shared first blocks keep all."""
+        """Return the number of each block's first tokens to store exact: all in exact heads, if their share allows."""
         shape, counts = self.shape.groups[group], self.sink_tokens(rows, group)
         if counts.any():
             counts[~np.isin(counts, list(shape.bounds))] = 0  # a recurrent state has no tokens to keep exact
@@ -808,7 +810,7 @@ class SessionManager:
             self._check_cold(session, now)
 
     def levels_of(self, rows: Rows, parts: Sequence[Sequence[int]]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
-        """Return values of the columns `level` and `inner` for rows. parts: for each row, `inner`; empty if unknown."""
+        """Return the values for columns `level` and `inner` of rows. parts: for each row, `inner`; empty if unknown."""
         level, inner = np.zeros(len(rows), np.uint8), np.zeros((len(rows), MOST_INNER), np.uint32)
         for number, group in self.shape.groups.items():
             level[self.blocks.group[rows] == number] = group.level
@@ -819,7 +821,7 @@ class SessionManager:
         return level, inner
 
     def announce(self, rows: Rows, seconds: float | None = None) -> None:
-        """Report saved rows to subscribers and the pool. seconds: mean time to store a block on the slowest rank."""
+        """Report saved rows to subscribers and the pool. seconds: see `BlocksSaved`."""
         blocks = self.blocks
         groups = blocks.group[rows]
         for part in runs(rows, (groups,), blocks.depth[rows], len(rows)):
@@ -830,11 +832,11 @@ class SessionManager:
     def store_failed(
         self, store: Store, failed: Sequence[int], now: float, is_refused: bool, torn: Sequence[int] = ()
     ) -> None:
-        """Note which of a store's blocks some rank could not store, by index in the store.
+        """Note blocks that some rank has not stored. failed: their indices in the store.
 
         Args:
             is_refused: see `_put_off`.
-            torn: those of `failed` whose older compressed block some ranks may have replaced, and others not.
+            torn: those of `failed` that some ranks may have stored and others not. An older block is then dropped.
         """
         blocks, rows, torn_rows = self.blocks, store.rows[list(failed)], store.rows[list(torn)]
         is_first = (blocks.status[rows] & STORING) == blocks.status[rows]  # without an older compressed block
@@ -861,7 +863,7 @@ class SessionManager:
             session.refused_until = now + self.idle_after_s * 2**session.refusals
 
     def store_is_back(self) -> None:
-        """Have sessions saved that were put off while the tier did not answer."""
+        """Have all refused sessions saved without a longer wait, because the tier answers again."""
         for session in self.table.by_id.values():
             if session.refusals and not session.requests:
                 session.refusals, session.refused_until = 0, 0.0
@@ -906,10 +908,9 @@ class SessionManager:
         session.stored = session.stored_nbytes = 0
 
     def lead_overwritten(self, most: int) -> None:
-        """Have the pool overwrite `most` saved blocks next, in the policy's order of sessions.
+        """Have the pool overwrite at most `most` saved blocks of cold sessions next, in the policy's order of sessions.
 
-        Of each session the last blocks come first. Blocks that sessions share come last of all. The pool is told in the
-        next steps, by `order_some`.
+        Each session's last blocks are overwritten first, and blocks that sessions share after all others.
         """
         if not self.shape.stores_main:
             return
@@ -940,10 +941,10 @@ class SessionManager:
     # -- heads common to sessions ---------------------------------------------------------------------
 
     def _replace_heads(self, session: Session) -> list[Store]:
-        """Begin to store again, exact, the lossy first blocks that sessions share, if the pool has exact KV of them.
+        """Begin to store again, exact, a session's lossy heads of which the pool has exact KV. Return the stores.
 
-        Such exact blocks have a share of the budget. If the share is full, exact blocks that fewer sessions share are
-        stored again, lossy, to make room. Return the stores.
+        Exact heads have a share of the budget. If the share is full, exact heads that fewer sessions share are stored
+        again, lossy, to make room.
         """
         blocks, rows, shape = self.blocks, session.rows, self.shape.groups[self.shape.main]
         if not self.shape.stores_main or shape.tokens not in shape.bounds or not self.shares.heads:
@@ -966,10 +967,7 @@ class SessionManager:
         return plans
 
     def _demote(self, users: int, needed: int, session: Session) -> list[Store]:
-        """Begin to store again, lossy, exact blocks that fewer than `users` sessions share. Return the stores.
-
-        Stop when the exact compressed blocks to be replaced have `needed` bytes.
-        """
+        """Begin to store again, lossy, a tenant's exact heads of fewer than `users` sessions: about `needed` bytes."""
         blocks, plans = self.blocks, list[Store]()
         for row in sorted(self._heads, key=lambda row: (blocks.users[row], -blocks.depth[row])):
             rows = np.array([row], np.int32)
@@ -985,7 +983,7 @@ class SessionManager:
         return plans
 
     def _heads_left(self, tenant: str) -> float:
-        """Return the bytes left of `Shares.heads` for exact blocks that sessions share; at most the tenant's part."""
+        """Return the bytes left to exact heads of their share of the budget; at most those of the tenant's part."""
         blocks, budget = self.blocks, self.shares.heads * self.budget_nbytes
         rows = np.array(sorted(self._heads), np.int32)
         is_exact = (blocks.status[rows] > 0) & (blocks.exact[rows] >= self.shape.block_tokens)
@@ -1014,16 +1012,16 @@ class SessionManager:
         return self.budget_nbytes - self.blocks.taken_nbytes
 
     def left_to(self, tenant: str) -> int:
-        """Return the bytes left of a tenant's share of the budget; without a quota, the whole budget."""
+        """Return the bytes left of a tenant's share of the budget; the whole budget for a tenant without a quota."""
         share = self.shares.of_tenant(tenant)
         used = self.blocks.taken_by(tenant) if share < 1 else 0
         return int(share * self.budget_nbytes) - used
 
     def _make_room(self, bounds: NDArray[np.int64], session: Session, is_pressed: bool) -> int:
-        """Drop compressed blocks until new blocks fit, or until only sessions worth more than `session` have any.
+        """Trim and drop compressed blocks until new blocks fit, or until the policy's order reaches `session`.
 
-        Return the number of first new blocks that fit together. If the share of the session's tenant is full, only the
-        tenant's own blocks make room.
+        Return the number of new blocks, from the first on, that fit together. Only the tenant's own blocks make room in
+        a full share of the session's tenant.
 
         Args:
             bounds: most bytes of each new block.
@@ -1046,7 +1044,7 @@ class SessionManager:
         return int(np.searchsorted(total, min(wanted, self.free_nbytes), side="right"))
 
     def _trim_until(self, short: Callable[[], int], tenant: str | None = None) -> None:
-        """Cut refinements of a tenant's sessions, or of all sessions for None, until `short` returns 0 or less.
+        """Cut refinements of a tenant's sessions, or of all for None, until `short()`, the missing bytes, is 0 or less.
 
         Cut first the level whose loss costs least: added divergence, times the chance that a block is read, for each
         byte freed. At a level, sessions are cut in the policy's order. The chance is estimated as n ** -0.5, where n is
@@ -1095,7 +1093,7 @@ class SessionManager:
     def _drop_until(
         self, short: Callable[[], int], session: Session, tenant: str | None = None, *, is_pressed: bool = False
     ) -> None:
-        """Drop blocks of a tenant's sessions, or of all sessions for None, until `short` returns 0 or less.
+        """Drop blocks of a tenant's sessions, or of all for None, until `short()`, the missing bytes, is 0 or less.
 
         Victims are taken in the policy's order. Stop at `session`, which needs the room.
         """
@@ -1117,10 +1115,10 @@ class SessionManager:
     def _drop_tail(self, victim: Session, short: int, is_pressed: bool) -> None:
         """Drop compressed blocks from the end of a session, to free `short` bytes or all that the session can.
 
-        The session is cut before the dropped blocks. If memory is not short, a session that is not cold, and any
-        session with exclusive tiers, keeps resident blocks that were not decoded, because these can be stored again.
-        If memory is short, such blocks would be stored again whenever the pool is about to overwrite them. First blocks
-        that relatives share are dropped after the last blocks of all these relatives.
+        The session is cut before the dropped blocks, with one exception. If memory is not short (not `is_pressed`), a
+        session that is not cold, or any session with exclusive tiers, keeps resident blocks that were not decoded. Such
+        blocks can be stored again. If memory is short, this would be done whenever the pool is about to overwrite them.
+        First blocks that relatives share are dropped after the last blocks of all these relatives.
         """
         before = self.free_nbytes
         self.points.leave_spare(victim, DropCause.BUDGET)
@@ -1138,7 +1136,7 @@ class SessionManager:
                 if not own.any() and floor == kept:
                     self.table.leave_order(victim)
                     self._heads_only[victim] = None
-                    if was_cold:  # no call comes when relatives stop sharing the rest
+                    if was_cold:  # else the session enters the order again when more of its blocks are saved
                         self.cut(victim, floor, DropCause.BUDGET)
                 return
         freed = np.cumsum(np.where(own, blocks.nbytes[rows], 0)[floor:][::-1].astype(np.int64))
@@ -1146,7 +1144,7 @@ class SessionManager:
         gone, end = rows[length:][own[length:]], len(rows)
         if not was_cold and (not len(freed) or freed[-1] < short):
             self.points.cut(victim, 0, DropCause.BUDGET)
-            if not own.any() and victim.session_id in self.due:  # all saved blocks are shared
+            if not own.any() and victim.session_id in self.due:  # all its saved blocks are shared, pinned or kept
                 self.table.leave_order(victim)
                 self._heirs |= dict.fromkeys(one for one in self.table.relatives(victim) if one.is_cold)
                 return
@@ -1181,19 +1179,19 @@ class SessionManager:
         return shared
 
     def _own_hashes(self, rows: Rows) -> list[bytes]:
-        """Return the hashes of those of a session's rows that no other session and no running request has."""
+        """Return the hashes of a session's rows, without rows that another session or a running request has."""
         return self.blocks.hashes(rows[(self.blocks.users[rows] == 1) & (self.blocks.holds[rows] == 0)])
 
     def _save_later(self, session: Session) -> None:
-        """Note that a session has lost compressed blocks which the pool still has. Save the session again later."""
+        """Note that a session has lost compressed blocks that can be stored again. Have an idle session saved later."""
         self.table.set_cold(session, False)
         if not session.requests:
             self.due.set(session.session_id, session.last_used + self.idle_after_s)
 
     def _drop_redundant(self, short: int) -> None:
-        """Drop compressed blocks to free `short` bytes: blocks that are resident and not decoded.
+        """Drop compressed copies of resident blocks that were not decoded, to free `short` bytes.
 
-        Those that the pool will overwrite last are dropped first.
+        Begin with the blocks that the pool overwrites last. Leave shared blocks, and sessions that are pinned or kept.
         """
         blocks, main = self.blocks, self.shape.main
         names = (each.block_hash for each in self.pool.redundant(self.runway.ahead) if each.group == main)
@@ -1222,7 +1220,7 @@ class SessionManager:
     ) -> None:
         """Shorten a session to the first `length` blocks; if cold or being saved, to the deepest resume point in these.
 
-        Compressed blocks that no other session uses are dropped. Resident blocks of decoded KV are released with them.
+        Blocks behind that no other session uses are dropped from the tiers, and released from the pool if decoded.
 
         Args:
             rest: `Pool.give_up` or `Pool.release`, called for resident blocks that nothing else uses; None for no call.
@@ -1259,7 +1257,7 @@ class SessionManager:
             rest(self.shape.main, own)
 
     def _end_at_point(self, session: Session, is_leaving: bool = False) -> int:
-        """Cut a session at its deepest resume point, if cold or `is_leaving`. Return the number of blocks left."""
+        """Cut a session that is cold or `is_leaving` (soon saved) at its deepest resume point. Return its length."""
         length = self.points.deepest(session, len(session.rows))
         if length < len(session.rows) and (session.is_cold or is_leaving):
             self.cut(session, length, DropCause.ABANDONED)
@@ -1306,7 +1304,7 @@ class SessionManager:
             self.table.changed = {}
 
     def forget_resident(self, now: float) -> None:
-        """Note that the pool has lost all KV. Sessions keep their saved blocks."""
+        """Note that the pool has lost all KV. Sessions keep their blocks up to the first that is not saved."""
         for session in list(self.table.by_id.values()):
             self._stop_saving(session)
             saved = self.blocks.saved_prefix(session.rows)
@@ -1364,5 +1362,5 @@ class SessionManager:
 
 
 def split(rows: Rows) -> list[Rows]:
-    """Return parts of `rows` of STEP_BLOCKS rows at most."""
+    """Return `rows` in parts of at most STEP_BLOCKS rows."""
     return [rows[at : at + STEP_BLOCKS] for at in range(0, len(rows), STEP_BLOCKS)]

@@ -1,7 +1,7 @@
 """Links between engines: sessions go to the next engine by a journal on disk, and to other engines by Redis.
 
 A link never waits: threads of the journal and of the Redis client do the I/O. A resume point is a length of a session
-at which every KV cache group has the blocks needed to continue.
+at which every KV cache group has the blocks needed to continue. A block is saved if a tier (RAM, disk, Redis) has it.
 """
 
 import time
@@ -184,7 +184,7 @@ class JournalLink(_Link):
         others: Mapping[BlockName, int] | None = None,
         inner: Mapping[BlockName, Sequence[int]] | None = None,
     ) -> Adopted:
-        """Enter the journal's sessions as cold, each up to its first block missing on a rank. Drop all other blocks.
+        """Enter the journal's sessions as cold, each up to its first block missing on a rank. Drop all further blocks.
 
         The budget and the tenants' shares may not have room for all. So the most recently used sessions are entered
         first, and of each session the first blocks. The driver must have subscribed to the events by now.
@@ -192,7 +192,7 @@ class JournalLink(_Link):
         Args:
             ranks: for each rank, by block, the bytes that the block takes of the rank's part of the budget.
             now: seconds on this engine's clock.
-            others: by block stored with another number of ranks, the bytes of all shards; 0 if a shard is missing.
+            others: by block stored by another number of ranks, the bytes of all ranks' parts; 0 if a part is missing.
             inner: by block with refinements, the value of `BlockTable.inner`.
         """
         self._inner = inner or {}
@@ -223,7 +223,7 @@ class JournalLink(_Link):
         return Adopted(len(entered), len(written), usage.saved_blocks, usage.saved_nbytes, len(strays))
 
     def _unchanged(self, written: JournalSession) -> int | None:
-        """Return the digest of the saved blocks of a session just entered; None if the journal has other blocks."""
+        """Return the digest of an entered session's saved blocks; None if not entered, or not as in the journal."""
         session = self._manager.table.by_id.get(written.session_id)
         if session is None or self._saved_blocks(*self._saved(session)) != written.saved:
             return None
@@ -342,7 +342,7 @@ class RedisLink(_Link):
         self.start, self.close = sessions.start, sessions.close
 
     def look_up(self, request: Request, usable: int) -> None:
-        """Ask Redis for a new request's blocks, from the first that is neither resident nor saved here.
+        """Ask Redis for a new request's blocks, from the first neither resident nor saved. Pass over short prompts.
 
         Args:
             usable: number of the prompt's first blocks that may be loaded; see `Driver.usable`.
@@ -385,7 +385,7 @@ class RedisLink(_Link):
         self._lookups.pop(request_id, None)
 
     def hear(self) -> None:
-        """Enter the blocks that Redis has by its answers since the last call. Report a change of `sessions.is_up`."""
+        """Enter the blocks found by Redis's answers since the last call. Report a change of `sessions.is_up`."""
         if self.sessions.is_up is not self._was_up:
             self._was_up = self.sessions.is_up
             self._manager.events(StoreIsUp(self._was_up))

@@ -1,4 +1,8 @@
-"""Prefetches: loads of a cold session's blocks into the prefix cache, before an expected request of the session."""
+"""Prefetches: loads of a cold session's blocks into the prefix cache, before an expected request of the session.
+
+A session is cold if no request of it runs, and all its full blocks are saved: compressed in a tier, such as RAM. A
+resume point is a length of a session at which a model with sliding windows or recurrent states can continue.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -22,7 +26,7 @@ LEAD_S = 2.0
 blocks might be overwritten again before the request."""
 LOOKED_AT = 64  # number of expected sessions checked at a time
 RETRY_S = 0.1  # seconds until the next search for room, after a search found none
-PATIENCE = 2.0  # a prefetch is too late this many times idle.after_s after the expected request, or a client's notice
+PATIENCE = 2.0  # a prefetch is too late PATIENCE * idle.after_s after the expected request, or after a client's notice
 
 
 def lead_s(idle_after_s: float) -> float:
@@ -49,7 +53,7 @@ class _Load:
 
 
 class Prefetcher:
-    """Loads one session at a time, so that a request waits at most for the prefetch of its own session.
+    """Loads one session at a time. A request waits only for a prefetch that brings the request's next block.
 
     Args:
         ranks: number of ranks, each of which answers every transfer.
@@ -61,7 +65,7 @@ class Prefetcher:
         self._manager, self._pool, self._runway = manager, manager.pool, manager.runway
         self._ranks, self._spare, self._lead_s = ranks, spare, lead_s
         self._main = manager.shape.main
-        self.expected = Ranking()  # for each expected session, the time from which it is in `to_load`
+        self.expected = Ranking()  # by id of an expected session, the time at which to enter it into `to_load`
         self.to_load: OrderedDict[str, tuple[float, int]] = OrderedDict()
         """By id of a session to prefetch: the time after which a prefetch is too late, and `Session.uses` at entry."""
         self.load: _Load | None = None  # the prefetch under way
@@ -100,7 +104,7 @@ class Prefetcher:
         self.to_load.pop(session.session_id, None)
 
     def _awaited(self, now: float) -> list[Session]:
-        """Return the cold sessions among the first LOOKED_AT of `to_load`. Remove sessions of no use from `to_load`.
+        """Return the loadable sessions of the first LOOKED_AT in `to_load`. Remove used, late and too large sessions.
 
         A session that is not cold yet stays in `to_load`, because it may go cold before its request. If there are more
         than LOOKED_AT sessions, those that stay move to the end.
@@ -128,7 +132,7 @@ class Prefetcher:
         return awaited
 
     def _is_whole(self, session: Session) -> bool:
-        """True if a cold session can be continued: if all blocks of a resume point needed at its end are saved."""
+        """True if all blocks of a cold session's deepest resume point are saved, or if the model needs no points."""
         points = self._manager.points
         return not points.is_needed or bool(session.points and points.stands(session.points[-1]))
 
@@ -154,10 +158,7 @@ class Prefetcher:
     # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, now: float, waiting: int) -> Sequence[Transfer]:
-        """Return the loads to begin, if a session is due and there is room.
-
-        waiting: number of blocks that waiting requests need.
-        """
+        """Return the loads to begin, if a session is due and has room. waiting: blocks that waiting requests need."""
         if self.load is not None or not self.is_on:
             return []
         self.was_settled = False
@@ -168,7 +169,7 @@ class Prefetcher:
         sessions = self._awaited(now)
         if not sessions:
             return []
-        # A prefetch leaves `left` blocks to requests. It overwrites no unsaved block, and no other session's exact KV.
+        # A prefetch leaves `left` blocks to requests. It overwrites no unsaved block, and spares blocks of `_exact`.
         left = self._spare + waiting
         wanted = min(max(map(self._size, sessions)), len(self._pool) - left)
         room = self._runway.length(left + wanted) - left if wanted > 0 else 0
@@ -185,7 +186,7 @@ class Prefetcher:
         return jobs
 
     def _exact(self, most: int) -> list[tuple[int, int]]:
-        """Return index in the free queue, and row, of each block with exact KV that only a lossy codec has saved.
+        """Return index in the free queue, and row, of each block with exact KV that the tiers have only in lossy form.
 
         most: number of first blocks of the free queue to search.
         """

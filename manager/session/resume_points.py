@@ -7,11 +7,12 @@ deepest resume point, and the resume point at the end of the last prompt, for a 
 Until all blocks are saved, the session also keeps the deepest resume point up to which all blocks are saved.
 
 Ends of earlier prompts are spare points. A client whose chat template drops earlier thinking continues from a spare
-point. Spare points may take a share of the budget. If they take more, the session whose spare points take most bytes
-gives up a point that lies in the same stretch of blocks as an earlier point, or else its first point. The length of a
-point's stretch is the greatest power of two that is not above the point's distance from the session's end.
+point. Spare points may take a share of the tiers' budget. If they take more, the session whose spare points take most
+bytes gives up a point that lies in the same stretch of blocks as a less deep point, or else its first point. A point's
+stretch is as long as the greatest power of two that is not above the point's distance from the deepest point.
 
-A row is a block's number in the BlockTable. A point stands if all its blocks of further groups are saved.
+A row is a block's number in the BlockTable. A block is saved if a tier has it, compressed. A point stands if all its
+blocks of further groups are saved.
 """
 
 from collections.abc import Iterable
@@ -26,7 +27,7 @@ from manthan.manager.session.table import ResumePoint, Session
 if TYPE_CHECKING:
     from manthan.manager.session.manager import SessionManager
 
-SPARE_SHARE = 1 / 8  # share of the budget that the spare points of all sessions may take
+SPARE_SHARE = 1 / 8  # share of the tiers' budget that the spare points of all sessions together may take
 MOST_SPARE = 16  # most spare points of a session, because each request checks all of them
 
 
@@ -57,10 +58,7 @@ class ResumePoints:
         return bool(self._blocks.is_saved(point.rows).all())
 
     def place(self, session: Session, depth: int, rows: Rows) -> ResumePoint:
-        """Return a point behind the first `depth` blocks of a session, new or entered before.
-
-        rows: of the further groups' blocks that the point needs.
-        """
+        """Return the point behind the first `depth` blocks of a session, new or known. rows: see `ResumePoint.rows`."""
         row = int(session.rows[depth - 1])
         point = self._at.get(row)
         if point is None:
@@ -164,7 +162,7 @@ class ResumePoints:
         self._set_spare(session, self._spare.get(session, []))
 
     def _leave_spare(self, session: Session) -> None:
-        """Take a spare point from a session: the second in a stretch (see the module's docstring), or the first."""
+        """Take a spare point from a session: the second in a stretch (see the module's docstring), or its first."""
         points, end, stretches = self._spare[session], session.points[-1].depth, set[tuple[int, int]]()
         for point in points:
             length = 1 << (max(1, end - point.depth).bit_length() - 1)

@@ -2,7 +2,7 @@
 
 Only this module changes a session's blocks. A session is a growing list of blocks. A block hash covers the whole
 prefix, so a block has the same depth, the number of blocks before it, in every session. A row is a block's number in
-the BlockTable.
+the BlockTable. A block is saved if a tier (RAM, GPU memory, disk, Redis) has it, compressed.
 """
 
 from collections import Counter, defaultdict
@@ -28,7 +28,7 @@ from manthan.manager.session.blocks import (
 )
 from manthan.policies import EvictionPolicy, SessionView
 
-REMEMBERED = 1024  # most sessions recognized by their last block, even without KV; and 2 more for each in the table
+REMEMBERED = 1024  # about how many sessions are recognized by their last block; and 2 more for each in the table
 MOST_RELATIVES = 64  # most sessions of a family, because each drop checks all of them. Later sessions do not join
 
 _NO_REQUESTS: frozenset[str] = frozenset()
@@ -42,13 +42,13 @@ class Shares(NamedTuple):
     heads: float = 0.25  # of the first blocks that several sessions have in common, which are stored exact
 
     def of_tenant(self, tenant: str) -> float:
-        """Return the share of a tenant; 1 for no tenant."""
+        """Return the share of a tenant; 1 without a quota, and for no tenant."""
         others = 1.0 if tenant in ("", NOBODY) else self.tenants.get("*", 1.0)
         return self.tenants.get(tenant, others)
 
 
 class SessionState(StrEnum):
-    """ACTIVE: a request runs. IDLE: no request runs. COLD: no request runs, and all blocks are saved in a tier."""
+    """ACTIVE: a request runs. COLD: no request runs, and all blocks are saved in a tier. IDLE: not active, not cold."""
 
     ACTIVE = auto()
     IDLE = auto()
@@ -64,7 +64,7 @@ class ResumePoint(Struct, eq=False, gc=False):
     row: int  # row of the session's last block before the point
     depth: int  # number of the session's blocks before the point
     rows: Rows  # rows of the further groups' blocks
-    ends_prompt: bool = False  # True if a prompt ended at the point
+    ends_prompt: bool = False  # True if the point was the last that a prompt had
     sessions: "dict[Session, None]" = field(default_factory=dict)  # sessions that have the point
 
 
@@ -83,8 +83,8 @@ class Session(Struct, eq=False, gc=False):
     created: float
     last_used: float
     owner: Owner = ("", "")
-    """Tenant, and "=" with the name, or "#" with the number of a nameless session. Only sessions of the same owner are
-    served the session's decoded KV. All branches of a named session have the same owner.
+    """Pair of the tenant, and "=NAME" or, for a nameless session, "#NUMBER". Only sessions of the same owner are served
+    the session's lossy KV from the prefix cache. All branches of a named session have the same owner.
 
     A nameless session that repeats an older session's whole prompt has the older session's owner.
     """
@@ -93,10 +93,10 @@ class Session(Struct, eq=False, gc=False):
     is_cold: bool = False
     points: tuple[ResumePoint, ...] = ()  # resume points, the deepest last
     prompt_depth: int = 0  # depth of the resume point at the last prompt's end; 0 if only the deepest is kept
-    refusals: int = 0  # number of consecutive stores that the tiers had no room for, or that failed
-    refused_until: float = 0.0  # time until which the session is not saved, after a failed store
+    refusals: int = 0  # number, at most DOUBLINGS, of consecutive stores that failed or found no room in the tiers
+    refused_until: float = 0.0  # after a failed store, time until which a shortage of blocks saves none of the session
     is_pressed: bool = False  # True if the session is being saved because the pool is short of blocks
-    stored: int = 0  # number of blocks saved since the last request's begin, or since the session went cold
+    stored: int = 0  # number of blocks saved since the last request began, or since the session went cold if later
     stored_nbytes: int = 0  # compressed bytes of these blocks
 
     # Facts for policies; see SessionView.
@@ -108,23 +108,23 @@ class Session(Struct, eq=False, gc=False):
     answer_tokens: int = 0
     left_tokens: int = 0
     ending: str = ""  # ending of the last answer; empty during a request, or if unknown
-    lossy_tokens: int = 0  # number of the last request's cached tokens with KV decoded, or computed from decoded KV
-    tip: bytes = b""  # last block hash at the last use. A session without blocks is recognized by the hash
+    lossy_tokens: int = 0  # number of the last request's cached tokens with lossy KV: decoded, or computed from such KV
+    tip: bytes = b""  # hash of the last block at the last request's end, by which a session without KV is recognized
 
     # Hints of the client; see Hints.
     is_pinned: bool = False
     pinned_until: float | None = None
     keeps: tuple[tuple[float, int], ...] = ()
     """For each hint to keep first tokens: the time until which to keep the tokens, and the number of tokens."""
-    kept: int = 0  # number of first blocks never dropped because of `keeps`; 0 for a pinned session
+    kept: int = 0  # number of first blocks not dropped for lack of room, because of `keeps`; 0 for a pinned session
     ttl_s: float | None = None
     priority: int = 0
     expected: float | None = None
     is_sure: bool = True  # True if `expected` is sure enough for a prefetch
     tool: str = ""  # name of the tool that the client waits for
     stays_out: bool = False  # True if no KV of the session may reach a tier
-    parent: str | None = None  # name of the session for which this session works, such as an agent's; it may not exist
-    family: str | None = None  # name of the family, the first ancestor's; None without one; see `SessionTable.join`
+    parent: str | None = None  # name of the session that this session works for, even if there is no such session
+    family: str | None = None  # name of the family, which is the first ancestor's; see `SessionTable.join`
     answer: bytes = b""  # hash of the first full block that has a token of the last answer; empty for none
     prompt_end: str = ""  # `digest_of` the last prompt
 
@@ -154,7 +154,7 @@ class Session(Struct, eq=False, gc=False):
 
 
 def qualified(told_id: str, tenant: str) -> str:
-    """Return a session's id with the tenant's prefix. Two tenants' sessions never have the same such id."""
+    """Return a session's id with the tenant's prefix, so that sessions of two tenants never have the same id."""
     return _prefix(tenant, told_id) + told_id
 
 
@@ -198,7 +198,7 @@ class Order:
             (policy.evicted if evicted else policy.forget)(session_id)
 
     def superseded(self, session_id: str) -> None:
-        """Report a superseded session to the policy; see EvictionPolicy.superseded."""
+        """Report to the policy that a new session continues this one; see EvictionPolicy.superseded."""
         if (level := self._level_of.get(session_id)) is not None:
             self._levels[level].superseded(session_id)
 
@@ -249,12 +249,12 @@ class SessionTable:
         self.by_number: dict[int, Session] = {}
         self.states: Counter[SessionState] = Counter()
         self.resident = Order(make_policy)
-        """Sessions that may have resident blocks, because each was used after a check last found none resident."""
+        """Sessions that may have resident blocks. Each leaves if a check finds none, and enters again when used."""
         self.orders = defaultdict[tuple[str | None, int], Order](lambda: Order(make_policy))
-        """Orders of unpinned sessions. The key is a tenant with a quota, or None for all tenants; and a number n.
+        """Orders of unpinned sessions. A key has a tenant with a quota, or None for all tenants, and a number n.
 
-        The order for n = 0 has the sessions with compressed blocks to drop. Each further order has the sessions that
-        may have compressed blocks with at least n refinements. A refinement is a part of a block that can be cut off.
+        The order for n = 0 has the sessions that may have compressed blocks to drop. An order for a larger n has those
+        that may have compressed blocks with at least n refinements: parts of a block that can be cut off.
         """
         self.order = self.orders[None, 0]
         self.changed: dict[str, None] | None = None  # ids of changed sessions; None before `take_changes`
@@ -269,13 +269,13 @@ class SessionTable:
         self._remembered: dict[bytes, Session] = {}
         """Sessions by tenant + `Session.tip`, with or without blocks. Many of the oldest are removed at once."""
         self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
-        self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, to hide others' numbers
+        self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, numbers of nameless sessions
         self._forks = defaultdict[str, Iterator[int]](lambda: count(2))
 
     # -- sessions -------------------------------------------------------------------------------------
 
     def create(self, name: str | None, tenant: str, now: float, session_id: str = "") -> Session:
-        """Enter a new session without blocks. session_id: the id; empty for a new id."""
+        """Enter a new session without blocks. session_id: the id; empty to make one."""
         session = Session(session_id or self._new_id(name, tenant), name, tenant, next(self._numbers), now, now)
         session.stays_out = any(other.stays_out for other in self._named[tenant, name])
         self._enter(session)
@@ -434,25 +434,25 @@ class SessionTable:
             order.used(view, session.priority)
 
     def enter_refined(self, session: Session) -> None:
-        """Enter a session whose newly stored blocks may have refinements to cut."""
+        """Enter a session into the orders for refinements, because newly stored blocks may have some to cut."""
         levels = 0 if session.is_pinned else self.shape.groups[self.shape.main].levels
         for order in self._orders(session, 1, levels):
             if session.session_id not in order:
                 order.used(self._view(session), session.priority)
 
     def enter_order_again(self, session: Session) -> None:
-        """Enter a session that left the orders, because again it has compressed blocks to drop."""
+        """Enter a session if it has left the orders, because it may have compressed blocks to drop again."""
         if session.session_id not in self.order:
             self.enter_order(session)
 
     def leave_order(self, session: Session, *, evicted: bool = False) -> None:
-        """Take out a session without blocks to drop. evicted: True if the policy chose the session for the drop."""
+        """Take out a session that is pinned or has no block to drop. evicted: True if the policy chose it as victim."""
         for order in self._orders(session, 0, 1):
             order.leave(session.session_id, evicted=evicted)
         self.leave_refined(session, 1)
 
     def leave_refined(self, session: Session, level: int) -> None:
-        """Take a session out of the orders for `level` and more refinements, because it has no such block left."""
+        """Take a session out of the orders for `level` and more refinements, because none of these is left to cut."""
         for order in self._orders(session, level, MOST_INNER + 1):
             order.leave(session.session_id)
 
@@ -484,9 +484,9 @@ class SessionTable:
     def attribute(self, hashes: Sequence[bytes], rows: Rows, name: str | None, tenant: str, now: float) -> Session:
         """Return the session that a prompt belongs to, or a new session.
 
-        The prompt belongs to a session if it extends the session's blocks, even if their KV is gone. It also belongs to
-        a session if only the session's last answer comes back changed. If the prompt continues from the middle of a
-        session, the client has changed an earlier message. The new session then inherits the older session's history.
+        The prompt belongs to a session if it extends the session's blocks, even if their KV is gone. With a name, it
+        also belongs to a session of which only the last answer comes back changed. If the prompt continues from the
+        middle of a session, the client has changed an earlier message. A new session then inherits the older history.
 
         Args:
             hashes: block hashes of the prompt's full blocks.
@@ -513,7 +513,7 @@ class SessionTable:
         return session
 
     def find(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
-        """Return the session with blocks that a prompt extends; None for a new session, or a branch of a session.
+        """Return the session with blocks that a prompt extends; None if the prompt begins a new session, or a branch.
 
         The result is the longest session whose blocks are the prompt's first blocks. With a name, a session that has
         all the prompt's blocks goes first, because its client then asks the same prompt again.
@@ -533,9 +533,9 @@ class SessionTable:
     def kept(self, session: Session, rows: Rows, name: str | None, tokens: int) -> int:
         """Return the number of first blocks that a session keeps when a prompt comes that belongs to the session.
 
-        If a block of both differs, the session keeps the blocks before. If the prompt has only the session's first
-        blocks, the session keeps all blocks, unless the last answer comes back shorter: a named session's prompt then
-        has more tokens than the last prompt. In this case the session keeps the prompt's blocks.
+        If a block differs from the prompt's, the session keeps the blocks before. If the prompt has only the session's
+        first blocks, the session keeps all blocks, unless the last answer comes back shorter: a named session's prompt
+        then has more tokens than the last prompt. In this case the session keeps the prompt's blocks.
 
         Args:
             rows: of the prompt's full blocks.
@@ -550,8 +550,8 @@ class SessionTable:
     def own_blocks(self, session: Session, rows: Rows, prompt: str) -> int:
         """Return the number of a prompt's first blocks that the session, or a session of the same name, has.
 
-        Behind these blocks, the request is served only exact blocks. A request without a name that repeats a session's
-        whole prompt counts as a request of this session's client.
+        Behind these blocks, only exact blocks are loaded for the request. A request without a name that repeats a
+        session's whole prompt counts as a request of this session's client.
 
         Args:
             prompt: digest of the prompt; see `digest_of`.
@@ -615,7 +615,7 @@ class SessionTable:
     def _inherit(self, session: Session, rows: Rows) -> None:
         """Give `session` the history of another session that begins with the same rows and then has other blocks.
 
-        If several sessions have the last common block, `session` gets no history.
+        `session` gets no history if several sessions have the last common block, or a request of the older one runs.
         """
         known = len(self._used(rows))
         origin = self._holder(int(rows[known - 1]), session.tenant) if known else None
@@ -638,7 +638,7 @@ class SessionTable:
         return found
 
     def holders(self, row: int, depth: int, tenant: str | None = None) -> Iterator[Session]:
-        """Yield the sessions, of a tenant or for None of all, that have the block. The search visits each session."""
+        """Yield the sessions of a tenant, or of all for None, that have the block. The search visits each session."""
         some: Iterable[Session] = self.by_id.values() if tenant is None else self._of_tenant.get(tenant, ())
         return (session for session in some if session.has(row, depth))
 
@@ -668,7 +668,7 @@ class SessionTable:
             del self._remembered[tip]
 
     def _revive(self, session: Session) -> None:
-        """Enter a remembered session again, which has left the table. Its history and hints stay."""
+        """Enter a remembered session again, which has left the table. It has its history and hints, but no pin."""
         if session.session_id in self.by_id:
             session.session_id = self._new_id(session.name, session.tenant)
         session.is_cold, session.refusals, session.refused_until = False, 0, 0.0
@@ -685,7 +685,7 @@ class SessionTable:
 
 
 def digest_of(tenant: str, hashes: Sequence[bytes], tail: bytes | None) -> str:
-    """Return a text with the number of a prompt's full blocks, and a digest of tenant and prompt; empty if unknown.
+    """Return a prompt's number of full blocks, ":", and a digest of tenant and prompt; "" if 0, or if `tail` is None.
 
     Args:
         hashes: block hashes of the full blocks.

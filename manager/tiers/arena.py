@@ -1,4 +1,4 @@
-"""Allocator of blocks of different sizes in a single range of addresses, by best fit.
+"""Allocator of addresses for compressed KV blocks of different sizes, from a single range, by best fit.
 
 An extent is a run of addresses of a block. A hole is a run of free addresses. A block gets one extent if any hole is
 large enough: in the smallest large enough hole, and among equal holes in the lowest. Else the block gets several

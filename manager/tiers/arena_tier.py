@@ -1,4 +1,4 @@
-"""Base class of the tiers that keep blocks at addresses, within a hard budget; and the tier in RAM."""
+"""Base class of the tiers that keep compressed blocks at addresses, within a hard budget; and the tier in RAM."""
 
 import threading
 from abc import abstractmethod
@@ -54,7 +54,7 @@ class ArenaTier(Tier):
     def __init__(self, max_bytes: int, arena: Arena) -> None:
         self.max_bytes = max_bytes
         self.peak = 0  # largest number of bytes ever taken, not yet erased blocks included
-        self._lock = threading.Lock()  # held to read or change the attributes below, but never during I/O
+        self._lock = threading.Lock()  # held to change the attributes below, or to read several; never during I/O
         self._arena = arena
         self._blocks: OrderedDict[BlockName, Placed] = OrderedDict()  # least recently stored or touched first
         self._writing: dict[BlockName, object] = {}  # by block being written, an object that stands for the newest put
@@ -131,7 +131,7 @@ class ArenaTier(Tier):
         return self
 
     def touch(self, group: int, keys: Sequence[bytes]) -> None:
-        """Mark blocks as used now, in reverse order. So the last of `keys` is the first that `make_room` drops."""
+        """Mark blocks as used now, in reverse order. So `make_room` drops the last of `keys` before the first."""
         with self._lock:
             for name in [(group, key) for key in reversed(keys)]:
                 if name in self._blocks:

@@ -12,17 +12,18 @@ bytes, little-endian:
     offset at which each part of the body but the last ends (see `tier.part_ends`), 4 times u32, 0 for no part
     xxh3-64 of all earlier bytes of the header u64
 
-The record takes the extents in order: first the header, then the body. The first extent starts at the header's own
-address, so a copy of a header inside of a body is not taken for a header.
+The record takes its extents, runs of bytes in the file, in order: first the header, then the body. The first extent
+starts at the header's own address, so a copy of a header inside of a body is not taken for a header.
 
 A process may be killed at any moment: the body is written before the header, and the system still writes its page cache
 to the disk. A power failure may cost the blocks written in the last SYNC_S seconds: a body that does not match its
 xxh3-64 counts as absent. `sequence` counts writes. Of two records of a block, or of two records that overlap, only the
 record with the higher sequence is valid.
 
-A dropped block is erased by punching a hole, or overwritten if the file system has no holes. The end of a cut block is
-erased after the new header is written. If a process is killed before it has erased a block, the next process finds the
-record again. Opening a tier erases the bytes outside of records. The engine then drops blocks that no session needs.
+A dropped block is erased by punching a hole, or by writing zeros if the file system has no holes. The end of a cut
+block (see `Tier.trim`) is erased after the new header is written. If a process is killed before it has erased a block,
+the next process finds the record again. Opening a tier erases the bytes outside of records. The engine then drops
+blocks that no session needs.
 """
 
 import errno
@@ -62,7 +63,7 @@ SYNC_S, CLOSE_S = 5.0, 5.0  # seconds between two syncs, and most seconds that `
 READERS, WRITERS, AHEAD = 8, 4, 16  # threads that read; threads that write; most runs that the threads read ahead
 RUN_BYTES, SCAN_BYTES = 1 << 20, 1 << 20
 """Approximate bytes of a run, the blocks that a thread reads in a row; bytes searched for a header at a time."""
-QUIET_S = 60.0  # seconds between two log lines about failures of many blocks
+QUIET_S = 60.0  # least seconds between two log lines about the same failure
 
 
 def room(nbytes: int) -> int:
@@ -157,7 +158,7 @@ class DiskTier(ArenaTier):
                 job.cancel()
 
     def cleared(self, place: str) -> "DiskTier":
-        """Return this tier. The file loses its name before the next write, so that no process finds the file later."""
+        """Return this tier. The file loses its name soon, before any write, so that no process finds the file later."""
         super().cleared(place)
         self._is_apart = True
         return self

@@ -1,6 +1,6 @@
 """Folder on disk with a server's compressed blocks. docs/disk.md lists the folder's files.
 
-The file `lock` has the id of the process that locked the folder, and of its parent process.
+The file `lock` has the ids of the process that locked the folder, and of this process's parent.
 """
 
 import errno
@@ -47,7 +47,7 @@ class NoTier(RamTier):
 def check_folder(path: str, patience_s: float = 0.0) -> None:
     """Raise ConfigError if a folder is missing, may not be written to by this user, or is used by another server.
 
-    patience_s: Most seconds to wait until the folder is free, because processes of a killed server may still end.
+    patience_s: Most seconds to wait until the folder is free, because processes of a killed server may end later.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -99,7 +99,7 @@ def open_rank(path: Path, name: str, shard: Shard, max_bytes: int, is_left: bool
     Args:
         path: Folder that `open_root` locks.
         name: Name of the namespace, which is the name of a folder in `path`.
-        shard: Shard of each block that the rank stores.
+        shard: Part of each block that the rank stores: some of its KV heads.
         is_left: See `DiskTier`.
 
     Raises: ConfigError if another server uses the folder.
@@ -143,7 +143,7 @@ def remove_others(path: Path, name: str, counts: Container[int]) -> dict[str, in
     """Remove Manthan's folders of other namespaces than `name`, and in `name` the ranks' folders that are of no use.
 
     Args:
-        counts: Numbers of ranks. Blocks of servers with another number of ranks cannot be read.
+        counts: Numbers of ranks with which stored blocks can be read. Folders of any other number are of no use.
 
     Returns: Bytes of each removed folder, by name relative to `path`.
     """
@@ -163,7 +163,7 @@ def remove_others(path: Path, name: str, counts: Container[int]) -> dict[str, in
 
 
 def _is_ours(path: Path) -> bool:
-    """True if the file is not locked, or if this process, a child or a sibling process has locked it."""
+    """True if the file is not locked, or cannot be opened, or if this process, a child or a sibling has locked it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

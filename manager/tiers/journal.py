@@ -33,7 +33,7 @@ CREATE TABLE IF NOT EXISTS sessions (
     facts BLOB NOT NULL,  -- JSON
     saved BLOB NOT NULL   -- JSON: blocks and resume points
 ) WITHOUT ROWID"""
-ID = "id"  # field of sealed facts with the session's id, because the row's id is then a digest
+ID = "id"  # field of sealed (encrypted) facts with the session's id, because the row's id is then a digest
 ABOUT = "journal"  # first part of the name to which sealed rows are bound; see `Sealer.seal`
 FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)  # errors of SQLite and the disk; the last: of a damaged schema
 UNREADABLE = (msgspec.MsgspecError, KeyError, AttributeError, SealError)  # errors of a damaged row
@@ -85,7 +85,7 @@ GONE = SavedBlocks(())
 class JournalSession:
     """Record of a session, for the next process.
 
-    facts: the session's other facts, as values that JSON can hold. saved: None if unchanged since the session's last
+    facts: facts about the session as values that JSON can hold. saved: None if unchanged since the session's last
     record; GONE, without blocks, to remove the session from the journal.
     """
 

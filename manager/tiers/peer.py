@@ -1,4 +1,4 @@
-"""Tier of a rank that has the same blocks as another rank of this host, the keeper. Only the keeper stores blocks.
+"""Tier of a rank that needs the same blocks as another rank of this host, the keeper. Only the keeper stores blocks.
 
 Blocks are read over a Unix socket. A connection serves one `read`. The reader sends a line of JSON: KV cache group,
 tenant, and block hashes in hexadecimal digits. For each block, the keeper sends a line of JSON: the number of the

@@ -1,4 +1,4 @@
-"""Tier in Redis, which several engines may share."""
+"""Tier (store of compressed blocks) in Redis, which several engines may share."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,10 +20,10 @@ AHEAD_THREADS = 2  # threads that fetch the next batch while the caller decodes;
 
 
 class RedisTier(Tier):
-    """Tier of one shard (see `shards`) of each block in a namespace. Redis may evict any block at any time.
+    """Tier of one shard (a rank's part) of each block in a namespace. Redis may evict any block at any time.
 
     Args:
-        ttl_s: Seconds from a session's last use until its blocks expire. `RedisSessions` renews the blocks.
+        ttl_s: Seconds from a session's last use until its first block expires. `RedisSessions` renews the blocks.
         writes: False if another rank writes the same shards, so that this tier only reads.
     """
 
@@ -34,7 +34,7 @@ class RedisTier(Tier):
         self._namespace, self._shard = namespace, shard
         self._ttl_ms = round(1000 * FIRST_TTL * ttl_s)
         self._fetchers = ThreadPoolExecutor(AHEAD_THREADS, "manthan-fetch")
-        self._nbytes: dict[int, int] = {}  # by KV cache group, the mean size of the latest blocks
+        self._nbytes: dict[int, int] = {}  # by KV cache group, mean bytes of the blocks that were last stored or read
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         refused: dict[bytes, str] = {}

@@ -21,7 +21,7 @@ from manthan.manager.transfer import STORE_DOWN
 Client: TypeAlias = Any  # redis.Redis: its annotations leave open what is bytes and what is str
 
 TIMEOUT_S = 2.0  # seconds to wait for a connection or an answer, unless the URL has a socket_timeout
-RETRIES = 1  # of a command, by redis-py
+RETRIES = 1  # times that redis-py repeats a failed command
 BREAK_FIRST_S, BREAK_MOST_S = 0.25, 4.0  # see Circuit
 OLDEST_VERSION = 7  # of the server
 BATCH = 512  # commands in a pipeline, at most
@@ -58,7 +58,7 @@ class Circuit:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Run commands in this context. Raises TierError for exceptions of redis-py, and while none may be sent."""
+        """Run commands in this context. Raises TierError for errors of Redis, and while no command may be sent."""
         if self.wait_s:
             raise TierError(f"Redis is not asked for another {self.wait_s:.1f} s: {self.last_error}", STORE_DOWN)
         try:
@@ -114,7 +114,7 @@ def check(client: Client, config: RedisConfig) -> str:
 
     Raises:
         RedisUnreachableError: The server does not answer.
-        ConfigError: The server refuses us, or is too old.
+        ConfigError: The server refuses us or is too old, or redis-py does not take the URL.
     """
     server = f"Redis at {config.url}"
     try:

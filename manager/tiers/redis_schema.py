@@ -15,7 +15,7 @@ from urllib.parse import quote
 from manthan.manager.tiers.shards import Shard
 
 FALL, HALF = 0.25, 512
-"""Share of the time to live that the end of an endless session lacks; depth, in blocks, that lacks half this share."""
+"""Share of the time to live that the end of an endless session lacks; depth of the block that lacks half this share."""
 SAMPLES = 64  # most block hashes in the Redis hash of a session. Each is cut to its first 4 bytes
 FIRST_TTL = 0.5  # share of the time to live that a block has from its store until its session is written
 
@@ -43,7 +43,7 @@ class Namespace:
         return f"{self.prefix}{{{self.name}}}:session:{quote(session_id, safe='@~+,=/', errors='surrogatepass')}"
 
     def block(self, group: int, block_hash: bytes, shard: Shard) -> str:
-        """Return the key in Redis of a shard of a compressed block. group: index of the KV cache group."""
+        """Return the key in Redis of a compressed block's shard (a rank's part). group: index of the KV cache group."""
         return f"{self.prefix}{self.name}:block:{block_hash.hex()}:{group}:{shard}"
 
 
@@ -53,7 +53,7 @@ def lives_s(ttl_s: float, depth: int) -> float:
 
 
 def sample(block_hashes: Sequence[bytes]) -> str:
-    """Return index and first bytes of some of a session's block hashes, and of the last: "7:9f3a01bc 15:e07b33d2"."""
+    """Return index and first 4 bytes of at most SAMPLES block hashes, with the last: "7:9f3a01bc 15:e07b33d2"."""
     count = len(block_hashes)
     some = {(n + 1) * count // SAMPLES - 1 for n in range(SAMPLES)} if count > SAMPLES else range(count)
     return " ".join(f"{at}:{block_hashes[at].hex()[:8]}" for at in sorted(some))

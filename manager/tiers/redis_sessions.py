@@ -1,7 +1,7 @@
 """Sessions in Redis: lookups of blocks, a Redis hash for each session, and times to live. One thread does all I/O.
 
 The scheduler's thread hands lookups and records over, and later takes the answers. While Redis is down, the latest
-record of each session waits, and is written when Redis is back.
+record of each session waits, and is written when Redis is back. A shard is the part of a block that one rank stores.
 """
 
 import logging
@@ -29,10 +29,10 @@ Needed: TypeAlias = Callable[[int], Sequence[BlockName]]
 needs to continue behind these."""
 CLOSE_S = 5.0  # most seconds that `close` waits
 REST_S = 0.5  # seconds until the next try while Redis has no free memory
-RENEW = 1 / 16  # share of the time to live after which a used session's blocks get the full time to live again
+RENEW = 1 / 16  # share of the time to live after which a used session's blocks get their full time to live again
 FIRST, RUN, SWITCHES = 32, 256, 16
-"""Blocks that a lookup asks for first, few so that a lookup of an unknown prompt is short; consecutive blocks taken to
-be as large as their middle block; most changes of the number of shards along a lookup's blocks."""
+"""FIRST: blocks that a lookup asks for first, few so that a lookup of an unknown prompt is short. RUN: consecutive
+blocks taken to be as large as their middle block. SWITCHES: most runs of a lookup with different numbers of shards."""
 DELETED = (DropCause.FAILED, DropCause.ABANDONED, DropCause.EXPIRED, DropCause.RELEASED)
 """Causes of this engine's drops for which blocks are deleted from Redis, though other engines may use the blocks.
 
@@ -54,8 +54,8 @@ class StoredPoint(NamedTuple):
 class LookupResult(NamedTuple):
     """Answer to a lookup.
 
-    sizes: bytes of each block up to the first absent block. point: the deepest resume point among these; None without
-    one. sampled: `redis_schema.sample` of the session's blocks, as the last engine that served the session wrote it.
+    sizes: approximate bytes of each block before the first absent block. point: the deepest complete resume point in
+    these; None without one. sampled: `redis_schema.sample` of the session's blocks, as last written by any engine.
     """
 
     sizes: Sequence[int] = ()
@@ -67,7 +67,7 @@ class SessionRecord(NamedTuple):
     """Record of a session as of now.
 
     fields: fields of the Redis hash; None for a forgotten session. used: Unix time of the last use. blocks: KV cache
-    group, block hash and depth, the number of earlier blocks, of each saved block.
+    group, block hash and depth (number of earlier blocks) of each block that a tier has.
     """
 
     session_id: str
@@ -81,10 +81,10 @@ class RedisSessions:
 
     Args:
         counts: numbers of shards that a block may have: first this engine's, then each other that it can read.
-        ttl_s: seconds from a session's last use until its blocks expire.
+        ttl_s: seconds from a session's last use until its first block expires; see `lives_s`.
         facts: fields that each Redis hash of a session gets. `engine` names the engine that wrote the hash.
         answered: called on this object's thread when answers are ready.
-        sealer: turns sessions' ids into digests; None if blocks are not sealed.
+        sealer: turns sessions' ids into digests; None if blocks are not sealed (encrypted).
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RedisSessions:
         self._answers: dict[str, LookupResult] = {}
         self._records: dict[str, SessionRecord] = {}
         self._deletes: dict[BlockName, None] = {}
-        self._renewed: dict[str, tuple[int, float]] = {}  # by session id, `blocks` and `used` when last renewed
+        self._renewed: dict[str, tuple[int, float]] = {}  # by session id, number of blocks and `used` at last renewal
         self._was_up, self._closing = True, False
         self._thread = threading.Thread(target=self._run, name="manthan-redis", daemon=True)
 
@@ -224,7 +224,7 @@ class RedisSessions:
         return LookupResult()
 
     def _found(self, namespace: Namespace, group: int, hashes: Sequence[bytes]) -> list[int]:
-        """Return the bytes, of all shards together, of each block up to the first absent block.
+        """Return the approximate bytes, of all shards together, of each block before the first absent block.
 
         A block that is not stored in this engine's number of shards is searched for in the other numbers.
         """
@@ -239,11 +239,11 @@ class RedisSessions:
         return sizes
 
     def _stored(self, namespace: Namespace, group: int, hashes: Sequence[bytes], count: int) -> list[int]:
-        """Return the bytes of each block up to the first that is not stored in `count` shards.
+        """Return the approximate bytes of each block before the first that is not stored in `count` shards.
 
-        One command asks for a run of blocks. The run's length doubles until a block is absent, and is then halved. Of
-        each RUN blocks, only the middle block is measured. The very first block is measured, too, because it may be
-        larger: a session's first tokens are exact.
+        One command asks for a run of blocks. From run to run the length doubles until a block is absent, and then is
+        halved. Of each RUN blocks, only the middle block is measured. The very first block is measured, too, because it
+        may be larger: a session's first tokens are exact.
         """
         names = [[namespace.block(group, each, shard) for shard in self._counts[count]] for each in hashes]
         good, run, grows = 0, FIRST, True
