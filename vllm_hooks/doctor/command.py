@@ -89,7 +89,7 @@ def _examined(model: str, file: str, url: str, template: str, block_size: int | 
     if not model:
         yield Finding(TEMPLATE, Grade.SKIPPED, "give MODEL to see whether it rewrites history.")
         return
-    if find_spec("torch"):  # else the first finding names the missing package
+    if find_spec("torch"):  # else `_versions` has said that vLLM is missing
         with _quiet():
             from manthan.vllm_hooks.doctor.model import check_model
 
