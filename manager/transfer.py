@@ -30,7 +30,7 @@ class Transfer:
     block_hashes: Sequence[bytes]  # in the order of the tokens
     block_ids: NDArray[np.int32]  # blocks of the paged cache to read or write
     first_token: int = 0  # of a store, position in the session of the first block's first token; 0 for a load
-    exact_tokens: int = 0  # of a store, position in the session at which its exact first tokens end; 0 without any
+    exact_tokens: int = 0  # of a store, position in the session at which its losslessly stored first tokens end, or 0
     codec: str = ""  # of a store, name of the blocks' codec; empty for the configured codec
     mark: Mark = Mark.EXACT  # of a store, origin of the blocks' KV, written into their headers
     tenant: str = ""  # owner of the blocks
@@ -44,7 +44,7 @@ class Transfer:
         return [self.first_token + n * block_tokens for n in range(len(self))]
 
     def exacts(self, block_tokens: int) -> list[int]:
-        """Return, for each block, the number of its first tokens that are stored exact (by a lossless codec)."""
+        """Return, for each block, the number of its first tokens that are stored losslessly."""
         left = self.exact_tokens - self.first_token
         return [min(max(left - n * block_tokens, 0), block_tokens) for n in range(len(self))]
 
@@ -105,8 +105,7 @@ class Answers:
     def restored(self, main: int, needs_points: bool, request_id: str | None = None) -> Restored:
         """Return the event of an ended load. The blocks of group `main` before its first failed block are good.
 
-        needs_points: True if a session can go on at some lengths only, as with sliding windows or recurrent states.
-            Then a failure in any group leaves no good block.
+        needs_points: True if sessions can go on only at some lengths. Then a failure in any group leaves no good block.
         """
         failed = self.failed
         good = blocks = sum(len(job) for job in self.jobs if job.group == main)

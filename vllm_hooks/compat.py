@@ -50,8 +50,7 @@ T = TypeVar("T")
 
 PARAMS = "kv_transfer_params"
 """Key of `SamplingParams.extra_args` whose value has the client's hints, such as to pin a session (conversation)."""
-HALT_S = 2.0
-"""Most seconds that a reset of the prefix cache waits for transfers to end."""
+HALT_S = 2.0  # most seconds that a reset of the prefix cache waits for transfers to end
 PAUSE_S = 1e-3
 """Seconds between two steps of a reset if the caller steps the engine, so that transfer threads can run."""
 LOADS = ("load_model", "reload_weights", "update_weights", "finish_weight_update")

@@ -42,10 +42,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.manthan")
 
-LOAD_THREADS = 2
-"""Number of threads of a worker that read Redis for loads: one for requests, and one for prefetches."""
-PATIENCE_S = 10.0
-"""Most seconds to wait until the engine of a killed server has ended and unlocked the disk's folder."""
+LOAD_THREADS = 2  # threads of a worker that read Redis for loads: one for requests, and one for prefetches
+PATIENCE_S = 10.0  # most seconds to wait until the engine of a killed server has ended and unlocked the disk's folder
 
 
 def check_disk(vllm_config: "VllmConfig") -> None:

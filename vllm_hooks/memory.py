@@ -29,8 +29,7 @@ HIGH_RATIO = 9
 
 Refinements are parts of a compressed block that make the KV finer, and that tiers can cut off. Their number is a level.
 """
-MOST = 0xFFFF
-"""Largest dimension in a compressed block's header."""
+MOST = 0xFFFF  # largest dimension in a compressed block's header
 
 
 class Shards(NamedTuple):

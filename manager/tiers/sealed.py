@@ -6,8 +6,7 @@ a mark, by which `open` finds the file's key. A sealed value is, little-endian:
 
     magic "MNS" · version u8 · mark of the key, 8 bytes · salt, 16 bytes · nonce, 12 bytes · ciphertext, with tag
 
-A value is bound to a namespace (a model's part of the storage), to a name in it, and to a tenant. The value opens only
-under all three.
+A value is bound to a namespace (a model's storage), a name in the namespace, and a tenant, and opens under these only.
 """
 
 import base64
@@ -116,7 +115,7 @@ class Sealer:
 
 
 class SealedTier(Tier):
-    """Tier that seals each block as a whole, so that `trim` cannot cut blocks. A block that does not open is a failure.
+    """Tier that seals each block as a whole, so that `trim` cannot cut it. `read` yields "seal" if a block does not open.
 
     shard: Part of each block that the tier stores. The shard is in the name to which a block is bound.
     """

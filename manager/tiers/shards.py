@@ -37,7 +37,7 @@ class ShardedTier(Tier):
         return self.own.put_all(group, blocks, tenant)
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
-        """See Tier. A block is first looked for where the previous was, because one engine mostly stored both."""
+        """See Tier. Look for a block first where the previous block was, because one engine mostly stored both."""
         at, source = 0, self._sources[0]
         while at < len(keys):
             start = at

@@ -9,7 +9,7 @@ from manthan.manager.tiers.tier import Buffer, Found, Tier
 
 
 class StackedTier(Tier):
-    """Tier that stores all blocks behind, and in front copies of the blocks stored or read last.
+    """Tier that stores all blocks in the tier behind. The front tier has copies of the blocks stored or read last.
 
     Args:
         front: RAM, or a disk, with a budget of its own. Its least recently used blocks make room for new blocks.

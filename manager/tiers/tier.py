@@ -21,8 +21,7 @@ STORE_FULL = "store_full"  # cause of a refusal: the bytes do not fit in the bud
 def part_ends(buf: Buffer) -> tuple[int, ...]:
     """Return the offset, in bytes, at which each part of a compressed block ends.
 
-    The first part is the base, which suffices to decode the block. Each further part is a refinement, which makes the
-    decoded KV more exact.
+    The first part is the base, decodable alone. Each further part is a refinement, which makes the decoded KV finer.
     A sealed or damaged block counts as a single part.
     """
     try:

@@ -26,8 +26,7 @@ logger = init_logger("vllm.manthan")
 
 MARK = "manthan-"
 """Begin of all salts made here. A client's salt with this begin is replaced by a salt made here."""
-NBYTES = 24
-"""Bytes of a tenant's digest."""
+NBYTES = 24  # of a tenant's digest
 PURPOSE = "cache salts of tenants"
 FILES = ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
 """Patterns of files in an adapter's folder that decide the adapter's results."""
