@@ -13,7 +13,7 @@ from manthan.policies.ranking import Ranking
 class SessionView(NamedTuple):
     """Facts about a session. Times are seconds on the manager's clock.
 
-    A session that goes on from the middle of another session inherits `created`, `last_used` and `uses` from it.
+    A session that goes on from the middle of another counts `created`, `uses` and `gap` from the other's requests on.
     """
 
     session_id: str
@@ -50,10 +50,10 @@ class PolicyOptions(BaseModel):
 class EvictionPolicy(ABC):
     """Order of sessions, first victim first. A policy decides, and the session manager acts.
 
-    Some instances order the loss of compressed blocks from a tier, which stores them. The rest order the loss of blocks
-    with a compressed copy from vLLM's prefix cache. Each priority of sessions has its instances, and so has each tenant
-    with a quota. An instance is told when a session enters, is used, and leaves. The scheduler's thread makes all
-    calls. None may wait, do I/O or raise, and each should take O(log n) for n sessions.
+    Some instances decide which sessions first lose compressed blocks in a tier (a store of such blocks). The rest
+    decide which sessions' blocks vLLM overwrites first, among blocks with a compressed copy. Each priority of sessions
+    has its instances, and so has each tenant with a quota. An instance is told when a session enters, is used, and
+    leaves. The scheduler's thread makes all calls. None may wait, do I/O or raise, and each should take O(log n).
     """
 
     name: ClassVar[str]

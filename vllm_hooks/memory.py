@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HIGH_RATIO = 9
 """Largest compression ratio at which blocks without refinements serve requests with the hint `quality: high`.
 
-Refinements are parts of a compressed block that make the KV finer, and that tiers can cut off. Their number is a level.
+Refinements, parts of a compressed block that make the KV finer, can be cut off. A block's level is their number.
 """
 MOST = 0xFFFF  # largest dimension in a compressed block's header
 
@@ -155,9 +155,9 @@ def codec_of_other(name: str, group: "KvCacheGroup", state: str) -> str:
 
 
 def with_states(codec: str, group: "KvCacheGroup", facts: ModelFacts) -> ModelFacts:
-    """Return `facts`, for a codec of states together with the layout of the group's states.
+    """Return `facts`, and with them the layout of the group's recurrent states if the codec is for such states.
 
-    The codec encodes recurrent states, matrices for each head. It keeps other parts, such as a convolution's, exact.
+    That codec encodes states that are matrices for each head. It keeps other states, such as a convolution's, exact.
     """
     if codec not in STATE_CODECS.values():
         return facts

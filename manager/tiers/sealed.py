@@ -115,7 +115,7 @@ class Sealer:
 
 
 class SealedTier(Tier):
-    """Tier that seals each block as a whole, so that `trim` cannot cut it. `read` yields "seal" if a block does not open.
+    """Tier that seals each block whole, so that `trim` cannot cut it. `read` yields "seal" if a block does not open.
 
     shard: Part of each block that the tier stores. The shard is in the name to which a block is bound.
     """

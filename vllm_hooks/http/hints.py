@@ -1,6 +1,6 @@
 """Hints on their way through vLLM: checked when a request comes in, and read when the request is scheduled.
 
-A hint asks Manthan to treat a session (conversation) in some way, for example to pin it. A client's hints are in
+A hint asks Manthan to treat a session (conversation) in some way, such as to keep its KV. A client's hints are in
 `kv_transfer_params: {"manthan": {…}}`. They are checked when vLLM makes the engine's request; if they are wrong, the
 request is refused. An orchestrator's hints are in vLLM's envelope `kv_hints`; wrong ones are ignored.
 """
