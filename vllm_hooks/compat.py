@@ -201,7 +201,7 @@ def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
 
 
 def _with_content(feature: "MultiModalFeatureSpec") -> "MultiModalFeatureSpec":
-    """Return an image, video or audio. If its data are there, a digest replaces the client's name in its identifier."""
+    """Return a feature (image, video, audio). If it has data, their digest replaces `mm_hash` in its identifier."""
     from vllm.multimodal.hasher import MultiModalHasher
 
     if feature.data is None:
@@ -494,7 +494,7 @@ class Lookups:
             self._cached(request, manager.req_to_blocks.get(name, ()), first)
 
     def _cached(self, request: Any, blocks: "Sequence[KVCacheBlock]", first: int) -> None:
-        """Mark newly cached `blocks`, from index `first` on. Uncache lossy blocks with the hash of an exact one."""
+        """Mark newly cached `blocks`, from index `first` on. Uncache lossy copies of the exact blocks among these."""
         new = [block for block in blocks[first:] if block.block_hash is not None and not block.is_null]
         if not new:
             return

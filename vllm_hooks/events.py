@@ -131,7 +131,7 @@ class KvEvents:
     # -- events ---------------------------------------------------------------------------------------
 
     def take(self) -> list[KVCacheEvent]:
-        """Return events for the blocks saved and dropped since the last call."""
+        """Return events for the blocks saved and dropped since the last call; with `repeats`, for all stored blocks."""
         changed, self._changed = self._changed, {}
         stored, removed = dict[BlockName, int](), list[BlockName]()
         for name, position in changed.items():

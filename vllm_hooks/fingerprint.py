@@ -72,7 +72,7 @@ def fingerprint(
 def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Groups", weights: str) -> Namespace:
     """Return the namespace of blocks that outlive the engine. Engines that can share blocks have the same namespace.
 
-    The namespace depends on the codec of recurrent states, but not of keys and values, which each block's header names.
+    It depends on the codec of recurrent states, but not on the codec of keys and values, which a block's header names.
     weights: digest of all loaded weights.
     """
     group = groups.main
@@ -81,7 +81,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
     if any(each.group.is_state for each in groups.at_points):
         further.append(config.codec.state)
     if groups.again and further:
-        further.append(groups.again)  # the blocks that a session needs to go on end `again` blocks earlier
+        further.append(groups.again)  # which blocks a session needs to go on depends on `again`
     cache, keys = vllm_config.cache_config, keys_of(config.sealing)
     return Namespace.of(
         config.tiers.redis.prefix,
@@ -101,7 +101,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
 
 
 def _group_identity(group: "KvCacheGroup", sharding: Sharding) -> list[object]:
-    """Return the group's index, dtype, tokens in a block, and shape: layers only if the group is stored as bytes."""
+    """Return a group's index, dtype, tokens in a block, and bytes by layer, or else KV heads, head size and latent."""
     shape = group.shape if group.is_packed else [sharding.heads or group.shape[1], *group.shape[2:]]
     return [group.index, group.dtype_name, group.tokens, shape]
 

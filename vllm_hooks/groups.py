@@ -59,7 +59,7 @@ class SpecEntry(NamedTuple):
 
 
 def _keys_and_values(spec: Any, dtype: str, latents: Latents) -> Coded | None:
-    """Return the layout of keys and values, if a block has equally many numbers for both, and nothing else."""
+    """Return the layout of keys and values, if a block has equally many numbers for both, in a dtype codecs know."""
     heads = 2 * spec.num_kv_heads * spec.block_size * spec.head_size * spec.dtype.itemsize
     is_known = dtype in FP8 or spec.dtype in DTYPES
     fits = is_known and spec.head_size_v == spec.head_size and spec.unpadded_page_size_bytes == heads
@@ -121,7 +121,7 @@ SPECS: Mapping[str, SpecEntry] = {
 def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
     """Return the entry of the spec's class, or else of the nearest base class that has one; None without any.
 
-    The entry of a base class has BYTES instead of CODED, because a derived class may have another layout.
+    A base class's entry is returned with BYTES instead of CODED, because the derived class may have another layout.
     """
     names = [each.__name__ for each in type(spec).__mro__]
     found = next((SPECS[name] for name in names if name in SPECS), None)
@@ -131,7 +131,7 @@ def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
 
 
 class Context(NamedTuple):
-    """Decode context parallelism: runs of `run` consecutive tokens go to `ranks` ranks in turn."""
+    """Decode context parallelism: runs of `run` consecutive tokens are dealt round-robin to `ranks` ranks."""
 
     ranks: int = 1
     run: int = 1
@@ -165,7 +165,7 @@ class KvCacheGroup:
         context: decode context parallelism.
         beside: group of bytes in the same compressed blocks: layers that are not coded, and scales behind the states of
             a block; None if there are none.
-        scales: position of the scales if each token's latent in fp8 has scales; else None.
+        scales: position of the scales if latents are in fp8 with scales; else None.
         starts: for each layer, offset of the `layer_nbytes` bytes in the layer's block; empty if all offsets are 0.
     """
 
@@ -269,7 +269,7 @@ class Groups(NamedTuple):
     Args:
         main: group whose block hashes make up sessions. It is also in `at_points` if no group has full attention.
         at_points: groups with blocks that are stored for resume points only.
-        again: number of blocks at the end of a prefix cache hit that vLLM computes again: 1 for EAGLE drafts, else 0.
+        again: number of blocks at the end of a prefix cache hit that vLLM computes again: 1 for some drafts, else 0.
         unstored: for each group that is not stored, the number of tokens in a block.
         replicas: number of consecutive tensor-parallel ranks that have the same blocks, as with latents (MLA).
         unit: number of tokens between two of vLLM's hashes; None for the greatest common divisor of stored block sizes.
@@ -314,10 +314,10 @@ class Groups(NamedTuple):
 
     @property
     def is_expected(self) -> bool:
-        """True if vLLM would find a prefetched session's blocks, so that prefetches are of use.
+        """True if vLLM would find blocks that are prefetched (loaded before a request comes).
 
-        All groups must have the same hashes. If vLLM computes `again` blocks again, vLLM finds a window only with
-        another block behind the window.
+        All groups must have the same hashes. If vLLM computes `again` blocks again, vLLM finds the blocks of a sliding
+        window only with another block behind the window.
         """
         return self.is_even and not (self.again and any(1 < each.reach < EVERY for each in self.at_points))
 
@@ -344,9 +344,9 @@ class Groups(NamedTuple):
     def held(self, tokens: int, in_flight: int) -> int:
         """Return the most blocks, of all groups, that a request of `tokens` tokens uses.
 
-        in_flight: most tokens of a request in steps that vLLM has scheduled and that have not ended. A group of states
-        has its last block, its next block, and a block for each token that a draft proposes. A group that is not stored
-        counts as one block.
+        in_flight: most tokens of a request in steps that vLLM has scheduled and that have not ended. In a group of
+        states, a request has the last block, the next block, and a block for each token that a draft proposes. A group
+        that is not stored counts as one block.
         """
         main = -(-tokens // self.main.tokens) if self.is_whole else 0
         others = 0
@@ -378,7 +378,7 @@ def groups_of(
     context: Context = ALONE,
     as_bytes: Container[int] = (),
 ) -> Groups:
-    """Return a model's KV cache groups. Raises UnsupportedError without a main group, or if a group cannot be stored.
+    """Return a model's KV cache groups. Raises UnsupportedError if none can be main, or a needed one cannot be stored.
 
     The main group has full attention if any group has, and never consists of states. Among several candidates, coded
     groups go before groups of bytes, and then the group with the largest blocks is taken.

@@ -1,6 +1,6 @@
 """Stores that outlive an engine: a folder on disk, with a journal of sessions, and Redis.
 
-A rank stores a shard of each block: its KV heads and layers. Ranks with the same KV have the same shard.
+A rank stores a shard of each block: the rank's KV heads and layers. Ranks with the same KV have the same shard.
 """
 
 import multiprocessing

@@ -16,7 +16,7 @@ from manthan.manager.transfer import Transfer, TransferResult
 class ManthanMetadata(KVConnectorMetadata):
     """Message from the scheduler half to each worker half.
 
-    Loads may begin at once, after `place` and `drops` were obeyed. Stores begin after the step's forward pass.
+    Workers obey `place` and `drops` first, and may then begin loads. Stores begin after the step's forward pass.
     """
 
     place: str | None = None
@@ -29,7 +29,7 @@ class ManthanMetadata(KVConnectorMetadata):
     failed: dict[str, Sequence[int]] = field(default_factory=dict)
     """By request id, ids of blocks to report to vLLM as failed: vLLM waits for loads of them that never begin."""
     cancels: bool = False
-    """True to end transfers early, because the prefix cache is being reset. Blocks not yet transferred have failed."""
+    """True to end transfers early, because the prefix cache is being reset. Blocks not transferred count as failed."""
     may_calibrate: bool = False
     """True if a codec's profile (statistics) may be made of this step's KV: no request in the engine has a tenant."""
     revokes: bool = False

@@ -130,8 +130,8 @@ def _is_answer(own: Any) -> TypeGuard[Mapping[str, Any]]:
 def decoded_elsewhere(params: object) -> float:
     """Return the number of a prompt's first tokens whose KV may be lossy in the engine that did the prefill.
 
-    That engine's answer says how many tokens are lossy, but not which. If any are, all its cached tokens may be lossy.
-    Return infinity if the number of cached tokens is unknown, and 0 without an answer.
+    That engine's answer says how many tokens are lossy, but not which. If any are, return the number of all its cached
+    tokens, infinity if unknown. Return 0 if none are, or without an answer.
     """
     if not isinstance(params, Mapping) or not _is_answer(own := params.get(EXTRA_KEY)) or not own["lossy_tokens"]:
         return 0
@@ -164,7 +164,7 @@ def hints_of(request: "Request") -> Hints:
 def merged_hints(params: object, envelope: "KvHintsEnvelope | None") -> Hints:
     """Return the client's hints, and those hints of an orchestrator that do not contradict the client's.
 
-    Hints that cannot be used are left out. Of several actions with the same hint, the last counts.
+    A client or an action with a wrong hint counts as without hints. Of several actions with a hint, the last counts.
     """
     try:
         hints = _hints_in(params)
