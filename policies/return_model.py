@@ -212,7 +212,7 @@ class ReturnModel:
         """Return the Gittins index of a session at the begin of each piece of age, if it has not returned by then.
 
         The index is the returns per second of keeping the session, if the wait ends at the best moment: the maximum
-        over τ of P(return within τ) / E[seconds until the return or τ] (Gittins, "Bandit Processes and Dynamic
+        over τ of P(return within τ) / E[seconds until the return, at most τ] (Gittins, "Bandit Processes and Dynamic
         Allocation Indices", JRSS B 1979). The index is the steepest slope from a point of the curve (expected seconds,
         chance of a return) to a later point.
         """

@@ -33,7 +33,7 @@ class Returns(EvictionPolicy):
 
     Age is the time since a session's last use, and is cut into pieces (AGES). A session has one index for each piece.
     `victims` ranks a session anew after the session has passed into another piece. With n sessions, each call of
-    `used`, each victim and each new ranking takes O(log n).
+    `used`, each victim and each new ranking takes O(log n) on average.
     """
 
     name: ClassVar[str] = "returns"
