@@ -76,7 +76,7 @@ def _examined(model: str, file: str, url: str, template: str, block_size: int | 
     if url:
         yield from _check_server(url)
     if url and not file:
-        yield Finding("machine", Grade.SKIPPED, "a server hides memlock and disk: on its host, add --config.")
+        yield Finding("machine", Grade.SKIPPED, "a server cannot report memlock and disk: on its host, add --config.")
     else:
         has_gpu = False
         if find_spec("torch"):
