@@ -201,7 +201,7 @@ def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
 
 
 def _with_content(feature: "MultiModalFeatureSpec") -> "MultiModalFeatureSpec":
-    """Return a feature (image, video, audio). If it has data, their digest replaces `mm_hash` in its identifier."""
+    """Return a feature (image, video, audio). A digest of its data, if any, replaces `mm_hash` in the identifier."""
     from vllm.multimodal.hasher import MultiModalHasher
 
     if feature.data is None:
@@ -432,7 +432,7 @@ class Core:
             scheduler.waiting.prepend_request(request)
 
     def _call_workers(self, call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the workers. Tell `half` of calls that may load weights, that may be a sleep, or that add an adapter."""
+        """Call the workers, and note calls that may load weights, that pause the engine, or that add an adapter."""
         level = (kwargs.get("kwargs") or {}).get("level")
         if method == "discard" or (method == "sleep" and level == 1):  # the weights stay
             self._tell(self._half.paused, False)

@@ -89,7 +89,7 @@ class KvEvents:
     # -- requests -------------------------------------------------------------------------------------
 
     def remember(self, request: Request, blocks: int, parts: "Iterable[Part]" = ()) -> None:
-        """Note facts for events about some of the request's blocks, if the BlockTable has a row for them.
+        """Note facts for events about some of the request's blocks: those with a row in Manthan's BlockTable.
 
         blocks: number of first blocks of the main group. parts: blocks of other groups that the session needs to go on.
         """

@@ -59,7 +59,7 @@ class SpecEntry(NamedTuple):
 
 
 def _keys_and_values(spec: Any, dtype: str, latents: Latents) -> Coded | None:
-    """Return the layout of keys and values, if a block has equally many numbers for both, in a dtype codecs know."""
+    """Return the layout of keys and values, if a block has equally many numbers for both, in a known dtype."""
     heads = 2 * spec.num_kv_heads * spec.block_size * spec.head_size * spec.dtype.itemsize
     is_known = dtype in FP8 or spec.dtype in DTYPES
     fits = is_known and spec.head_size_v == spec.head_size and spec.unpadded_page_size_bytes == heads

@@ -111,7 +111,7 @@ def make_sessions(
     ring: Callable[[], None],
     sharding: Sharding,
 ) -> RedisSessions:
-    """Return the engine's access to sessions in Redis. owner: its name. ring: wakes the engine, on any thread."""
+    """Return the access to sessions in Redis. owner: name of the engine. ring: wakes the engine, from any thread."""
     others = sharding.others() if reads_others(vllm_config, sharding) else []
     facts = {"model": vllm_config.model_config.model, "engine": owner}
     keys = keys_of(config.sealing)

@@ -119,7 +119,7 @@ class CoreState(BaseModel):
     """State of an engine core. sessions: number by state. token_s: seconds for a token in full steps; None if unknown.
 
     totals: sums since the start. Of prompt_tokens, computed_tokens were neither in the prefix cache nor restored, and
-    lossy_tokens had KV decoded by a lossy codec, or computed behind it. restore_ms: time of all restores of requests.
+    lossy_tokens had KV decoded by a lossy codec, or computed behind such KV. restore_ms: time of requests' restores.
     """
 
     now: float
