@@ -30,7 +30,7 @@ class Transfer:
     block_hashes: Sequence[bytes]  # in the order of the tokens
     block_ids: NDArray[np.int32]  # blocks of the paged cache to read or write
     first_token: int = 0  # of a store, position in the session of the first block's first token; 0 for a load
-    exact_tokens: int = 0  # of a store, position in the session at which its first tokens kept lossless end; else 0
+    exact_tokens: int = 0  # of a store, position in the session where its losslessly stored part ends; 0 if none
     codec: str = ""  # of a store, name of the blocks' codec; empty for the configured codec
     mark: Mark = Mark.EXACT  # of a store, origin of the blocks' KV, written into their headers
     tenant: str = ""  # owner of the blocks

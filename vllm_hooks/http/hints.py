@@ -164,7 +164,7 @@ def hints_of(request: "Request") -> Hints:
 def merged_hints(params: object, envelope: "KvHintsEnvelope | None") -> Hints:
     """Return the client's hints, and those hints of an orchestrator that do not contradict the client's.
 
-    A client or action with a wrong hint counts as without hints. Of several actions with the same hint, the last counts.
+    A client or action with a bad hint counts as without hints. Of several actions with the same hint, the last counts.
     """
     try:
         hints = _hints_in(params)
