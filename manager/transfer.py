@@ -12,16 +12,16 @@ from manthan.manager.pool import BlockName, Mark
 
 STORE_DOWN = "store_down"  # cause of a failure: a disk, server or other rank does not answer, but may have the blocks
 RESET = "reset"  # cause of a transfer's early end: the prefix cache is reset
-NEEDED = "needed"  # cause of a store given up before it began, because requests need its blocks. It is no failure
-JOB_BLOCKS = 64  # most blocks of a store. They are gathered together, and given back to the block pool together
+NEEDED = "needed"  # cause for blocks not stored, because requests need the pool's blocks at once. It is no failure
+JOB_BLOCKS = 64  # most blocks of a store. The block pool gets all of them back together, once they are read
 
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Job that moves blocks of one KV cache group from the block pool to the tiers ("store"), or back ("load").
+    """Job that copies blocks of one KV cache group from the block pool to the tiers ("store"), or back ("load").
 
-    The blocks of a store are consecutive, and have the same codec, mark and tenant. A request's load has at most one
-    job for each group. All have the request's id, and begin in the same step.
+    Tiers have compressed blocks. The blocks of a store are consecutive, and have the same codec, mark and tenant. A
+    request's load has at most one job for each group. All these jobs begin in the same step.
     """
 
     job_id: int  # unique in the engine's life
@@ -29,12 +29,12 @@ class Transfer:
     group: int
     block_hashes: Sequence[bytes]  # in the order of the tokens
     block_ids: NDArray[np.int32]  # blocks of the paged cache to read or write
-    first_token: int = 0  # of a store, position in the session of the first block's first token
-    exact_tokens: int = 0  # of a store, number of the session's first tokens that are stored exact
+    first_token: int = 0  # of a store, position in the session of the first block's first token; 0 for a load
+    exact_tokens: int = 0  # of a store, position in the session where its losslessly stored part ends; 0 if none
     codec: str = ""  # of a store, name of the blocks' codec; empty for the configured codec
     mark: Mark = Mark.EXACT  # of a store, origin of the blocks' KV, written into their headers
     tenant: str = ""  # owner of the blocks
-    request_id: str | None = None  # of a load, the waiting request; None without one
+    request_id: str | None = None  # of a load, the waiting request; None for a prefetch, which no request waits for
 
     def __len__(self) -> int:
         return len(self.block_hashes)
@@ -44,7 +44,7 @@ class Transfer:
         return [self.first_token + n * block_tokens for n in range(len(self))]
 
     def exacts(self, block_tokens: int) -> list[int]:
-        """Return, for each block, the number of its first tokens that are stored exact."""
+        """Return, for each block, the number of its first tokens that are stored losslessly."""
         left = self.exact_tokens - self.first_token
         return [min(max(left - n * block_tokens, 0), block_tokens) for n in range(len(self))]
 
@@ -58,14 +58,14 @@ class TransferResult:
     """Result of a transfer on a rank. In a load, every block behind the first failed block counts as not loaded."""
 
     job_id: int
-    nbytes: NDArray[np.int64]  # for each block, bytes taken of the tier (store) or read (load); 0 if this failed
-    failed: dict[int, str] = field(default_factory=dict)  # by a block's index in the job, the cause, a metric's label
+    nbytes: NDArray[np.int64]  # for each block, bytes taken of the tier (store) or read (load); 0 for a failed block
+    failed: dict[int, str] = field(default_factory=dict)  # by index in the job: cause of the failure, a metric's label
     seconds: float = 0.0  # duration of the job
     inner: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Of a store, by a block's index in the job: the tier's bytes for its base, for base and first refinement, and so
-    on to all refinements but the last.
+    """Of a store, by a block's index in the job: the bytes taken of the tier by the block's base, by base and first
+    refinement, and so on to all refinements but the last; see `tiers.tier.part_ends`.
 
-    It has only blocks with refinements (see `tiers.tier.part_ends`), and only if the tier can trim.
+    Blocks without refinements are left out. If the tier cannot trim, all blocks are left out.
     """
 
     @classmethod
@@ -83,7 +83,7 @@ class Answers:
         self.results: list[TransferResult] = []
 
     def add(self, result: TransferResult, ranks: int) -> bool:
-        """Add a result unless it is there. Return True if each of `ranks` ranks has now answered every job."""
+        """Add a result unless it was added before. Return True if each of `ranks` ranks has now answered every job."""
         if all(result is not other for other in self.results):
             self.results.append(result)
         return len(self.results) >= ranks * len(self.jobs)
@@ -105,7 +105,7 @@ class Answers:
     def restored(self, main: int, needs_points: bool, request_id: str | None = None) -> Restored:
         """Return the event of an ended load. The blocks of group `main` before its first failed block are good.
 
-        needs_points: True for a model with windows or states. Then a failure in any group leaves no good block.
+        needs_points: True if sessions can go on only at some lengths. Then a failure in any group leaves no good block.
         """
         failed = self.failed
         good = blocks = sum(len(job) for job in self.jobs if job.group == main)

@@ -1,4 +1,4 @@
-"""Eviction policies, which order sessions by facts about each (`SessionView`), and have no other effect."""
+"""Eviction policies, which order sessions (conversations) by facts about each (`SessionView`), and do nothing else."""
 
 from manthan.policies.base import EvictionPolicy, PolicyOptions, RankedPolicy, SessionView, in_order
 from manthan.policies.registry import BadPolicyError, UnknownPolicyError, get_policy, policy_names

@@ -1,4 +1,4 @@
-"""Policy `lru`: the least recently used session goes first."""
+"""Policy `lru`: the least recently used session is evicted first."""
 
 from typing import ClassVar
 

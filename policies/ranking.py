@@ -1,4 +1,4 @@
-"""Keys in the order of a number for each key, which may change."""
+"""Keys in the order of a number that each key has. The numbers may change."""
 
 import heapq
 from collections.abc import Iterator

@@ -1,12 +1,12 @@
 """Model of the time until a session returns: a piecewise exponential regression, learned online.
 
-A session returns when its next request comes. The hazard is the rate of returns, per second, of the sessions that have
-not returned at an age: seconds since the last use. The hazard is constant in each piece of age, between two of the
-AGES. In piece p the hazard is exp(β_p · x) for a session with the features x. Each piece has coefficients of its own,
-because a feature tells less with age: a tool's answer comes within seconds, or the tool tells nothing. Each piece is a
-Poisson regression of the returns, with the seconds waited in the piece as exposure (Friedman, "Piecewise Exponential
-Models for Survival Data with Covariates", Annals of Statistics 1982). Sessions without a return count as exposure, so
-that the model learns to recognize such sessions.
+A session (conversation) returns when its next request comes. Its age is the seconds since its last use. The hazard at
+an age is the returns per second among the sessions that have not returned before. AGES cuts age into pieces, and the
+hazard is constant in each piece. In piece p the hazard is exp(β_p · x) for a session with the features x. Each piece
+has coefficients of its own, because a feature tells less with age: an awaited tool mostly answers within seconds. Each
+piece is a Poisson regression of the returns, with the seconds waited in the piece as exposure (Friedman, "Piecewise
+Exponential Models for Survival Data with Covariates", Annals of Statistics 1982). Sessions that never return add
+exposure only, so that the model learns to recognize such sessions.
 """
 
 from bisect import bisect_left
@@ -31,9 +31,9 @@ _ENDS = np.array((*AGES, HORIZON))
 SAID = (10, 60)  # seconds until an announced return: bounds between soon, in a while, and later
 KEPT = (0.5, 2)  # last pause as a multiple of the announced pause: bounds between too early, as announced, and too late
 ENDINGS = 8  # feature columns for `SessionView.ending`, chosen by a hash (Weinberger et al., ICML 2009)
-SWITCH = 3.0  # value of a true binary feature. With 1, the penalty would hold it back more than a numeric feature
+SWITCH = 3.0  # value of the true one of several binary features. With 1, the penalty would hold it back too much
 USUAL = 3.0  # assumed logarithm of the pause in seconds, for a session that has had no pause
-RECENT, LASTING = 0.3, 0.06  # weights of a new pause in the two moving averages of a session's pauses
+RECENT, LASTING = 0.3, 0.06  # least weights of a new pause in a session's two moving averages; first pauses have more
 HALF_LIVES = 2  # number of times that a request's weight halves until the request leaves the window
 YOUNG_S = 30.0  # assumed for the first piece, in addition to what was seen: one return in this many seconds of waiting
 ROUNDS = 32  # most estimates of a piece while newer requests replace all requests of the window
@@ -48,14 +48,14 @@ class History:
     uses: int = 0  # `SessionView.uses` at that request
     pauses: int = 0  # number of pauses
     last: float = USUAL  # logarithm of the last pause's seconds
-    recent: float = USUAL  # moving average of the logarithms
-    lasting: float = USUAL  # slower moving average
-    longest: float = USUAL  # maximum of the logarithms, which slowly falls
+    recent: float = USUAL  # moving average of the pauses' logarithms
+    lasting: float = USUAL  # slower moving average of the pauses' logarithms
+    longest: float = USUAL  # maximum of the pauses' logarithms, which slowly falls to `lasting`
     said: float | None = None  # seconds from the last use to the announced return; None without an announcement
     kept: float = -1.0  # last pause divided by the pause announced for it; -1 without an announcement
 
     def add(self, pause: float) -> None:
-        """Note a pause in seconds."""
+        """Note a pause of `pause` seconds."""
         self.pauses += 1
         self.last = log = log1p(pause)
         self.recent += max(RECENT, 1 / self.pauses) * (log - self.recent)
@@ -107,9 +107,9 @@ class ReturnModel:
 
     Args:
         window: number of newest requests to learn from.
-        refit_every: requests between two estimates of the same piece, or 1 / ROUNDS of the requests in the window if
-            this is more. The pieces take turns, so that no request waits long. So a request costs the same on average
-            for any window.
+        refit_every: least number of requests between two estimates of the same piece. The number is 1 / ROUNDS of the
+            requests in the window if this share is more, so that a request costs the same on average for any window.
+            The pieces take turns, so that no request waits long.
         prior: number of returns after which a rare feature of size 1 has about half of its full coefficient.
     """
 
@@ -163,7 +163,7 @@ class ReturnModel:
             self._open = {key: one for key, one in self._open.items() if one.number >= oldest}
 
     def _estimate(self, now: float) -> None:
-        """Take a step of Newton's method for the next piece in turn, and for all pieces the first time."""
+        """Take a step of Newton's method for the next piece in turn; in the first call, for all pieces."""
         is_first, n = self._due == self._refit_every, min(self.count, self._size)
         returned, began = self._returned[:n], self._began[:n]
         ago = (self.count - 1 - np.arange(n)) % self._size
@@ -182,13 +182,14 @@ class ReturnModel:
     def _step(self, piece: int, x: Floats, events: Floats, waited: Floats) -> Floats:
         """Return Newton's step towards the greatest penalized likelihood of a piece.
 
-        The penalty pulls coefficients towards 0, but the constant's coefficient towards the previous piece's, as if the
-        hazard fell as 1/age. So a piece that few sessions of the window have reached resembles the previous piece.
+        The penalty pulls coefficients towards 0; the constant's coefficient in the first piece towards the rate seen,
+        and in later pieces towards the previous piece's, as if the hazard fell as 1/age. So a piece that few sessions
+        of the window have reached resembles the previous piece.
 
         Args:
-            x: features of the sessions that reached the piece: [sessions, features].
-            events: for each session, its weight if it returned in the piece; else 0.
-            waited: for each session, the seconds waited in the piece, times its weight.
+            x: features of the requests after which the wait reached the piece: [requests, features].
+            events: for each request, its weight if the session returned in the piece; else 0.
+            waited: for each request, the seconds waited in the piece, times its weight.
         """
         b, penalty, mean = self.coefficients[piece], np.full(x.shape[1], self._prior), np.zeros(x.shape[1])
         penalty[0] = 1.0
@@ -211,7 +212,7 @@ class ReturnModel:
         """Return the Gittins index of a session at the begin of each piece of age, if it has not returned by then.
 
         The index is the returns per second of keeping the session, if the wait ends at the best moment: the maximum
-        over τ of P(return within τ) / E[seconds until the return or τ] (Gittins, "Bandit Processes and Dynamic
+        over τ of P(return within τ) / E[seconds until the return, at most τ] (Gittins, "Bandit Processes and Dynamic
         Allocation Indices", JRSS B 1979). The index is the steepest slope from a point of the curve (expected seconds,
         chance of a return) to a later point.
         """

@@ -26,14 +26,14 @@ class ReturnsOptions(PolicyOptions):
 class Returns(EvictionPolicy):
     """Estimates when each session returns, and evicts the sessions with the lowest Gittins index first.
 
-    Most sessions never return. The others return after pauses of a typical distribution. A model (see return_model)
-    learns both from requests, by features of a session. The Gittins index of a session is the chance that the session
+    A session returns when its client sends the next request. Many sessions never return. A model (see return_model)
+    learns from requests which sessions return, and when. The Gittins index of a session is the chance that the session
     returns, divided by the expected seconds of waiting, if the wait ends at the best moment. A session's bytes do not
-    count.
+    count. Superseded sessions (see `superseded`) go before all others.
 
     Age is the time since a session's last use, and is cut into pieces (AGES). A session has one index for each piece.
     `victims` ranks a session anew after the session has passed into another piece. With n sessions, each call of
-    `used`, each victim and each new ranking takes O(log n).
+    `used`, each victim and each new ranking takes O(log n) on average.
     """
 
     name: ClassVar[str] = "returns"

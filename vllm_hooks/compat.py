@@ -1,7 +1,7 @@
 """Functions and attributes of vLLM that are no public interface, but that Manthan replaces, reads or sets.
 
-A connector has two halves: `scheduler_half` in the engine core, and one in each worker. docs/compatibility.md compares
-the supported releases of vLLM.
+Manthan's connector has two halves: `scheduler_half` in the engine core, and a worker half in each worker.
+docs/compatibility.md compares the supported releases of vLLM.
 """
 
 import argparse
@@ -49,9 +49,8 @@ logger = init_logger("vllm.manthan")
 T = TypeVar("T")
 
 PARAMS = "kv_transfer_params"
-"""Key of `SamplingParams.extra_args` whose value has the client's hints."""
-HALT_S = 2.0
-"""Most seconds that a reset of the prefix cache waits for transfers to end."""
+"""Key of `SamplingParams.extra_args` whose value has the client's hints, such as to pin a session (conversation)."""
+HALT_S = 2.0  # most seconds that a reset of the prefix cache waits for transfers to end
 PAUSE_S = 1e-3
 """Seconds between two steps of a reset if the caller steps the engine, so that transfer threads can run."""
 LOADS = ("load_model", "reload_weights", "update_weights", "finish_weight_update")
@@ -61,7 +60,7 @@ HARMLESS = (
     *("check_health", "profile", "add_lora", "remove_lora", "pin_lora", "list_loras"),
     *("get_kv_connector_handshake_metadata", "reset_mm_cache", "reset_encoder_cache", "synchronize_device"),
 )
-"""Methods of workers that never change weights and are called often, such as in every step."""
+"""Methods of workers that never change the model's weights. Some are called in every step."""
 WRAPPED = {
     "vllm.engine.arg_utils.EngineArgs.add_cli_args": "Plugins have no way to add flags.",
     "vllm.engine.arg_utils.EngineArgs.from_cli_args": "The flags choose the connector and the server's middleware.",
@@ -202,7 +201,7 @@ def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
 
 
 def _with_content(feature: "MultiModalFeatureSpec") -> "MultiModalFeatureSpec":
-    """Return a feature (image, video or audio) whose identifier has a digest of the content, not the client's name."""
+    """Return a feature (image, video, audio). A digest of its data, if any, replaces `mm_hash` in the identifier."""
     from vllm.multimodal.hasher import MultiModalHasher
 
     if feature.data is None:
@@ -266,9 +265,9 @@ def replace_waiting(scheduler: "Scheduler", queue: "ReturnsFirstQueue") -> bool:
 class Core:
     """Access to the engine core that has the connector. Wraps the core's resets and its calls of workers.
 
-    `half` is told of sleeps and of resets of the prefix cache. vLLM resets only while no block is referenced, so that
-    Manthan must first release all its blocks. Connectors cannot tell a sleep from another pause. Calls of `half` go
-    through `half.ask`, so that their exceptions do not end the engine.
+    `half`, the scheduler half, is told of sleeps and of resets of the prefix cache. vLLM resets only while no block is
+    referenced, so that Manthan must first release all its blocks. Connectors cannot tell a sleep from another pause.
+    Calls of `half` go through `half.ask`, so that exceptions of `half` do not end the engine.
     """
 
     def __init__(self, half: "SchedulerHalf") -> None:
@@ -433,7 +432,7 @@ class Core:
             scheduler.waiting.prepend_request(request)
 
     def _call_workers(self, call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the workers, and tell the scheduler half of it, because the call may load weights or be a sleep."""
+        """Call the workers, and note calls that may load weights, that pause the engine, or that add an adapter."""
         level = (kwargs.get("kwargs") or {}).get("level")
         if method == "discard" or (method == "sleep" and level == 1):  # the weights stay
             self._tell(self._half.paused, False)
@@ -462,7 +461,7 @@ class Lookups:
         wrap("vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks", manager.coordinator, self._mark)
 
     def _ask(self, is_enabled: Callable[..., bool], request: Any) -> bool:
-        """Note the asker of the request, for `_serve`. vLLM calls `is_enabled` before each request's lookup."""
+        """Note the request's asker (its session's owner), for `_serve`. vLLM calls `is_enabled` before each lookup."""
         self._asker = self._half.ask(self._half.asker, request, otherwise=None)
         return is_enabled(request)
 
@@ -495,7 +494,7 @@ class Lookups:
             self._cached(request, manager.req_to_blocks.get(name, ()), first)
 
     def _cached(self, request: Any, blocks: "Sequence[KVCacheBlock]", first: int) -> None:
-        """Mark newly cached `blocks`, from index `first` on. Uncache lossy blocks with the hash of an exact one."""
+        """Mark newly cached `blocks`, from index `first` on. Uncache lossy copies of the exact blocks among these."""
         new = [block for block in blocks[first:] if block.block_hash is not None and not block.is_null]
         if not new:
             return
@@ -543,11 +542,11 @@ class PoolMarks(Marks):
 class VllmPool:
     """vLLM's block pool with the methods of `manthan.manager.pool.Pool`; see there.
 
-    A saved block has a compressed copy in a tier. A block is given up if it is overwritten as if it were saved.
+    A saved block has a compressed copy in a tier. A block that was given up counts as saved, with or without a copy.
 
-    main: index of the KV cache group whose saved blocks are overwritten in order. block_tokens: number of tokens in a
-    block, by group. event: returns vLLM's KV event of a block stored in the pool, from the block's group and hash and
-    the pool's medium; None if events are off.
+    main: index of the KV cache group whose saved blocks are overwritten before unsaved blocks, in the order of `keep`.
+    block_tokens: number of tokens in a block, by group. event: returns vLLM's KV event of a block stored in the pool,
+    from the block's group and hash and the pool's medium; None if events are off.
     """
 
     def __init__(
@@ -632,7 +631,7 @@ class VllmPool:
         self._watch(block_ids)
 
     def keep(self, group: int, block_hashes: "Sequence[bytes]") -> None:
-        if group != self._main:  # blocks for resume points only stay in vLLM's order
+        if group != self._main:  # blocks of further groups stay in vLLM's order
             return
         blocks = self._copies(group, block_hashes)
         block_ids = [block.block_id for block in blocks]
@@ -657,7 +656,7 @@ class VllmPool:
         self._put_first(blocks)
 
     def _put_first(self, blocks: "Sequence[KVCacheBlock]") -> None:
-        """Move free blocks ahead of all saved blocks in the free queue, in this order."""
+        """Move free blocks, in this order, ahead of all further saved blocks in the free queue."""
         for block in blocks:
             self._free.remove(block)
             self._kept.pop(block.block_id, None)

@@ -37,7 +37,7 @@ U = TypeVar("U")
 
 
 class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
-    """Saves and restores sessions. KVConnectorBase_V1 says when vLLM calls each method, and with what arguments.
+    """Saves and restores the KV of sessions (conversations). KVConnectorBase_V1 says when vLLM calls each method.
 
     SupportsHMA has vLLM keep its KV cache groups: without it, all layers would become one group.
 
@@ -195,7 +195,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.engine.wait()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step. vLLM calls this before the forward pass, but may call `start_load_kv` after it."""
+        """Begin a step. vLLM calls this before the forward pass, but may call `start_load_kv` after the pass."""
         assert isinstance(connector_metadata, ManthanMetadata)
         super().bind_connector_metadata(self.worker.of_this_rank(connector_metadata))
         for each in (self.worker.guard, self.worker.calibrator):
@@ -252,7 +252,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         if guard is not None:
             report.verdicts = self._try(guard.take, otherwise=[])
             report.measured = self._try(guard.take_progress, otherwise={})
-        report.candidate = self.worker.take_candidate()  # after the verdicts, of which one may be about the candidate
+        report.candidate = self.worker.take_candidate()  # after the guard's verdicts: one may be on the candidate
         report.errors, self._errors = self._errors, []
         return report if report != ManthanWorkerMetadata() else None
 

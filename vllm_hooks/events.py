@@ -1,6 +1,7 @@
-"""KV events of the cold store, sent by vLLM's publisher: BlockStored for a saved block, BlockRemoved for a dropped one.
+"""KV events, sent by vLLM's publisher: BlockStored for a block saved in a tier, BlockRemoved for a dropped block.
 
-The session manager knows the saved blocks' hashes, but not their tokens. This module keeps the tokens, out of requests.
+A tier stores compressed blocks, on a disk for example. The session manager knows the saved blocks' hashes, but not the
+tokens. This module takes the tokens from requests.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +34,7 @@ PLACES = {
     "disk": (MEDIUM_STORAGE, Locality.LOCAL),
     "redis": (MEDIUM_STORAGE, Locality.REMOTE),
 }
-"""Medium and locality in all of an engine's events, by the name of the engine's last tier."""
+"""Medium and locality in all of an engine's events, by the name of the engine's slowest tier."""
 OWNER = "manthan"
 """Value of `ownership` in events, because blocks of further connectors may have the same medium."""
 
@@ -52,11 +53,11 @@ class Note(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class KvEvents:
-    """KV events of an engine's saved blocks. Subscribes to the manager's events. place: name of the last tier."""
+    """KV events of an engine's saved blocks. Subscribes to the manager's events. place: name of the slowest tier."""
 
     def __init__(self, manager: SessionManager, groups: "Groups", kv_cache_config: KVCacheConfig, place: str) -> None:
         self.notes: dict[BlockName, bytes] = {}
-        """Notes as msgpack, by KV cache group and block hash. A journal adds notes of an earlier engine's blocks.
+        """Notes as msgpack, by KV cache group and block hash. A disk's journal adds notes from an earlier engine.
 
         The main group is the group whose blocks make up sessions. A group with equally large blocks has the same
         hashes, and uses the notes under the main group.
@@ -88,9 +89,9 @@ class KvEvents:
     # -- requests -------------------------------------------------------------------------------------
 
     def remember(self, request: Request, blocks: int, parts: "Iterable[Part]" = ()) -> None:
-        """Note facts for events about some of the request's blocks, if the block table has them.
+        """Note facts for events about some of the request's blocks: those with a row in Manthan's BlockTable.
 
-        blocks: number of first blocks of the main group. parts: blocks of other groups that resume points need.
+        blocks: number of first blocks of the main group. parts: blocks of other groups that the session needs to go on.
         """
         size = self._specs[self._main].block_size
         self._remember(request, self._main, [(at * size, (at + 1) * size) for at in range(blocks)])
@@ -124,13 +125,13 @@ class KvEvents:
         return request.block_hashes[end // self._groups.hash_tokens - 1]
 
     def _find_rows(self, group: int, hashes: Sequence[bytes]) -> "Rows":
-        """Return each block's row in the block table, -1 for a block without a row."""
+        """Return each block's row in the session manager's BlockTable, -1 for a block without a row."""
         return self._blocks.find(self._session_group if group == self._main else group, hashes)
 
     # -- events ---------------------------------------------------------------------------------------
 
     def take(self) -> list[KVCacheEvent]:
-        """Return events for the blocks saved and dropped since the last call."""
+        """Return events for the blocks saved and dropped since the last call; with `repeats`, for all stored blocks."""
         changed, self._changed = self._changed, {}
         stored, removed = dict[BlockName, int](), list[BlockName]()
         for name, position in changed.items():
@@ -150,7 +151,7 @@ class KvEvents:
             for group, hashes in _by_group(removed).items()
         ]
         events = [*gone, *self._stored(in_order)]
-        if len(self.notes) > 2 * len(self._blocks):  # forget notes of blocks that have left the block table
+        if len(self.notes) > 2 * len(self._blocks):  # forget notes of blocks that have left the BlockTable
             for group, hashes in _by_group(self.notes).items():
                 for block_hash, row in zip(hashes, self._find_rows(group, hashes).tolist(), strict=True):
                     if row < 0:

@@ -1,6 +1,6 @@
-"""Fingerprint of compressed blocks, which is in each block's header, and namespace of stores that outlive the engine.
+"""Fingerprint in each compressed block's header, and namespace of stores that outlive the engine (disk, Redis).
 
-Such a store is searched only under the engine's namespace. A block with another fingerprint is not decoded.
+An engine searches these stores only under its namespace. A block with another fingerprint is not decoded.
 """
 
 import hashlib
@@ -33,8 +33,8 @@ def fingerprint(
 ) -> bytes:
     """Return a digest, 16 bytes, of the facts that decide how a group's blocks of this rank are decoded.
 
-    The heads of this rank count only if `sharding.heads` is 0. Otherwise engines with other numbers of tensor-parallel
-    ranks can read the blocks.
+    The rank's share of the heads is such a fact only if `sharding.heads` is 0. Otherwise engines with other numbers of
+    tensor-parallel ranks can read the blocks.
     namespace: name of the namespace, which stands for the model, if the store outlives the engine; else empty.
     """
     model, rank = vllm_config.model_config, vllm_config.parallel_config.rank
@@ -72,7 +72,7 @@ def fingerprint(
 def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Groups", weights: str) -> Namespace:
     """Return the namespace of blocks that outlive the engine. Engines that can share blocks have the same namespace.
 
-    The codec of keys and values does not count, because each block's header names it; the codec of states does.
+    It depends on the codec of recurrent states, but not on the codec of keys and values, which a block's header names.
     weights: digest of all loaded weights.
     """
     group = groups.main
@@ -81,7 +81,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
     if any(each.group.is_state for each in groups.at_points):
         further.append(config.codec.state)
     if groups.again and further:
-        further.append(groups.again)  # a resume point has its blocks before the last blocks of a hit
+        further.append(groups.again)  # which blocks a session needs to go on depends on `again`
     cache, keys = vllm_config.cache_config, keys_of(config.sealing)
     return Namespace.of(
         config.tiers.redis.prefix,
@@ -101,7 +101,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
 
 
 def _group_identity(group: "KvCacheGroup", sharding: Sharding) -> list[object]:
-    """Return facts about a group's blocks that do not depend on the number of pipeline stages."""
+    """Return a group's index, dtype, tokens in a block, and bytes by layer, or else KV heads, head size and latent."""
     shape = group.shape if group.is_packed else [sharding.heads or group.shape[1], *group.shape[2:]]
     return [group.index, group.dtype_name, group.tokens, shape]
 

@@ -32,7 +32,7 @@ class StoredAs(StrEnum):
     """Form in which a KV cache group's blocks are stored."""
 
     CODED = "coded"
-    """By the configured codec, if it knows the layers' layout; else as bytes."""
+    """By a codec, if codecs know the layers' layout; else as bytes."""
     BYTES = "bytes"
     NOTHING = "nothing"
     """Not stored, because vLLM does not look for such blocks in the prefix cache."""
@@ -59,7 +59,7 @@ class SpecEntry(NamedTuple):
 
 
 def _keys_and_values(spec: Any, dtype: str, latents: Latents) -> Coded | None:
-    """Return the layout of keys and values, if a block has equally many numbers for both, and nothing else."""
+    """Return the layout of keys and values, if a block has equally many numbers for both, in a known dtype."""
     heads = 2 * spec.num_kv_heads * spec.block_size * spec.head_size * spec.dtype.itemsize
     is_known = dtype in FP8 or spec.dtype in DTYPES
     fits = is_known and spec.head_size_v == spec.head_size and spec.unpadded_page_size_bytes == heads
@@ -86,7 +86,7 @@ def _rows_of_656(spec: Any, dtype: str, latents: Latents) -> Coded | None:
 
 
 def _states_of_584(spec: Any, dtype: str, latents: Latents) -> Coded | None:
-    """Return layout fp8_ds_mla of DeepSeek V4, with a state for four tokens: 448 numbers in fp8, 64 in bf16 for RoPE.
+    """Return layout fp8_ds_mla of DeepSeek V4. A state, for four tokens, has 448 numbers in fp8, 64 in bf16 for RoPE.
 
     Behind all states of a block come 8 bytes for each state: the exponents of seven scales, and a 0. Padding follows.
     """
@@ -108,7 +108,7 @@ SPECS: Mapping[str, SpecEntry] = {
     "SlidingWindowSpec": SpecEntry(StoredAs.CODED, _window, (_keys_and_values,)),
     "SlidingWindowMLASpec": SpecEntry(StoredAs.CODED, _window, (_latents,)),
     "ChunkedLocalAttentionSpec": SpecEntry(StoredAs.CODED, lambda spec: spec.attention_chunk_size, (_keys_and_values,)),
-    "MambaSpec": SpecEntry(StoredAs.CODED, lambda spec: 1),  # bytes, for the codec `codec.state`
+    "MambaSpec": SpecEntry(StoredAs.CODED, lambda spec: 1),  # as bytes, which `codec.state` encodes
     "CircularBufferSpec": SpecEntry(StoredAs.NOTHING),
     "EncoderOnlyAttentionSpec": SpecEntry(StoredAs.NOTHING),
     "HiSparseHotSpec": SpecEntry(StoredAs.NOTHING),
@@ -121,7 +121,7 @@ SPECS: Mapping[str, SpecEntry] = {
 def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
     """Return the entry of the spec's class, or else of the nearest base class that has one; None without any.
 
-    The entry of a base class has BYTES instead of CODED, because a derived class may have another layout.
+    A base class's entry is returned with BYTES instead of CODED, because the derived class may have another layout.
     """
     names = [each.__name__ for each in type(spec).__mro__]
     found = next((SPECS[name] for name in names if name in SPECS), None)
@@ -131,7 +131,7 @@ def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
 
 
 class Context(NamedTuple):
-    """Decode context parallelism: runs of `run` consecutive tokens go to `ranks` ranks in turn."""
+    """Decode context parallelism: runs of `run` consecutive tokens are dealt round-robin to `ranks` ranks."""
 
     ranks: int = 1
     run: int = 1
@@ -142,7 +142,7 @@ class Context(NamedTuple):
         return cls(ranks, parallel.cp_kv_cache_interleave_size) if ranks > 1 else ALONE
 
     def first_tokens(self, tokens: int) -> int:
-        """Return the most tokens that any rank has of a session's first `tokens` tokens."""
+        """Return the most tokens, in whole runs, that any rank can have of a session's first `tokens` tokens."""
         return -(-tokens // (self.run * self.ranks)) * self.run
 
 
@@ -165,7 +165,7 @@ class KvCacheGroup:
         context: decode context parallelism.
         beside: group of bytes in the same compressed blocks: layers that are not coded, and scales behind the states of
             a block; None if there are none.
-        scales: position of the scales if each token's latent in fp8 has scales; else None.
+        scales: position of the scales if latents are in fp8 with scales; else None.
         starts: for each layer, offset of the `layer_nbytes` bytes in the layer's block; empty if all offsets are 0.
     """
 
@@ -192,7 +192,7 @@ class KvCacheGroup:
         return int(self.spec.tokens_per_state) if self.scales else 1
 
     def first_states(self, tokens: int) -> int:
-        """Return the most states that any rank has of a session's first `tokens` tokens."""
+        """Return the most states that any rank can have of a session's first `tokens` tokens."""
         return -(-self.context.first_tokens(tokens) // self.state_tokens)
 
     def of_a_rank(self, transfer: Transfer) -> Transfer:
@@ -269,7 +269,7 @@ class Groups(NamedTuple):
     Args:
         main: group whose block hashes make up sessions. It is also in `at_points` if no group has full attention.
         at_points: groups with blocks that are stored for resume points only.
-        again: number of blocks at the end of a prefix cache hit that vLLM computes again, for some drafts.
+        again: number of blocks at the end of a prefix cache hit that vLLM computes again: 1 for some drafts, else 0.
         unstored: for each group that is not stored, the number of tokens in a block.
         replicas: number of consecutive tensor-parallel ranks that have the same blocks, as with latents (MLA).
         unit: number of tokens between two of vLLM's hashes; None for the greatest common divisor of stored block sizes.
@@ -309,15 +309,15 @@ class Groups(NamedTuple):
 
     @property
     def resume_tokens(self) -> int:
-        """Number of tokens from a possible resume point to the next. In every group a block ends at a resume point."""
+        """Number of tokens from a possible resume point to the next; see `deepest`."""
         return math.lcm(*self._sizes, *self.unstored)
 
     @property
     def is_expected(self) -> bool:
-        """True if vLLM would find a prefetched session's blocks, so that prefetches are of use.
+        """True if vLLM would find blocks that are prefetched (loaded before a request comes).
 
-        All groups must have the same hashes. If vLLM computes `again` blocks again, vLLM finds a window only with
-        another block behind the window.
+        All groups must have the same hashes. If vLLM computes `again` blocks again, vLLM finds the blocks of a sliding
+        window only with another block behind the window.
         """
         return self.is_even and not (self.again and any(1 < each.reach < EVERY for each in self.at_points))
 
@@ -329,7 +329,7 @@ class Groups(NamedTuple):
     def deepest(self, depth: int) -> int:
         """Return the greatest possible depth of a resume point up to `depth`; 0 if there is none.
 
-        A depth is a number of first blocks of the main group. In every group a block ends `again` blocks before it.
+        A depth is a number of first blocks of the main group. In every group, a block ends `again` such blocks earlier.
         """
         end = depth - self.again
         end -= end % (self.resume_tokens // self.main.tokens)
@@ -344,9 +344,9 @@ class Groups(NamedTuple):
     def held(self, tokens: int, in_flight: int) -> int:
         """Return the most blocks, of all groups, that a request of `tokens` tokens uses.
 
-        in_flight: most tokens of a request in steps that vLLM has scheduled and that have not ended. A group of states
-        has its last block, its next block, and a block for each token that a draft proposes. A group that is not stored
-        counts as one block.
+        in_flight: most tokens of a request in steps that vLLM has scheduled and that have not ended. In a group of
+        states, a request has the last block, the next block, and a block for each token that a draft proposes. A group
+        that is not stored counts as one block.
         """
         main = -(-tokens // self.main.tokens) if self.is_whole else 0
         others = 0
@@ -378,10 +378,10 @@ def groups_of(
     context: Context = ALONE,
     as_bytes: Container[int] = (),
 ) -> Groups:
-    """Return the KV cache groups of a model. Raises UnsupportedError for a needed group that cannot be stored.
+    """Return a model's KV cache groups. Raises UnsupportedError if none can be main, or a needed one cannot be stored.
 
-    The main group has full attention if any group has, and never consists of states. Of the groups left, coded groups
-    go first, then the largest blocks decide.
+    The main group has full attention if any group has, and never consists of states. Among several candidates, coded
+    groups go before groups of bytes, and then the group with the largest blocks is taken.
 
     Args:
         cache: vLLM's configuration of the cache; None for a cache that is not quantized.
@@ -475,8 +475,8 @@ def _group(
 ) -> KvCacheGroup:
     """Return a stored group, with its layers divided into coded layers and layers stored as bytes.
 
-    All layers are stored as bytes if coded layers differ in shape or dtype, if `beside` does not fit UNIT, or if
-    `can_code` is False. pages: see `page_nbytes`.
+    All layers are stored as bytes if coded layers differ in shape or dtype, if a layer of bytes does not fit UNIT, or
+    if `can_code` is False. pages: see `page_nbytes`.
     """
     names = tuple(group.layer_names)
     specs: Mapping[str, Any] = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(names, group.kv_cache_spec))

@@ -1,6 +1,6 @@
 """Stores that outlive an engine: a folder on disk, with a journal of sessions, and Redis.
 
-A rank stores a shard of each block: its KV heads and layers. Ranks with the same KV have the same shard.
+A rank stores a shard of each block: the rank's KV heads and layers. Ranks with the same KV have the same shard.
 """
 
 import multiprocessing
@@ -42,14 +42,12 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.manthan")
 
-LOAD_THREADS = 2
-"""Number of threads of a worker that read Redis for loads: one for requests, and one for prefetches."""
-PATIENCE_S = 10.0
-"""Most seconds to wait until the engine of a killed server has ended and unlocked the disk's folder."""
+LOAD_THREADS = 2  # threads of a worker that read Redis for loads: one for requests, and one for prefetches
+PATIENCE_S = 10.0  # most seconds to wait until the engine of a killed server has ended and unlocked the disk's folder
 
 
 def check_disk(vllm_config: "VllmConfig") -> None:
-    """Raise ConfigError if tiers are on disk and the folder is unusable, or ranks are on several hosts."""
+    """If tiers are on disk, raise ConfigError for an unusable folder, or for ranks on several hosts."""
     config, hosts = from_vllm_config(vllm_config), vllm_config.parallel_config.nnodes_within_dp
     if not config.tiers.is_on_disk:
         return
@@ -64,7 +62,7 @@ def check_disk(vllm_config: "VllmConfig") -> None:
 def check_redis(vllm_config: "VllmConfig") -> None:
     """Log a warning if a configured Redis does not answer, or would refuse writes when full.
 
-    Raises ConfigError if Redis refuses the user or password, or is too old.
+    Raises ConfigError if Redis refuses the user or password, or is too old, or if redis-py does not take the URL.
     """
     config = from_vllm_config(vllm_config)
     if not config.tiers.is_shared:
@@ -88,7 +86,7 @@ def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, shar
 def open_left(
     config: ManthanConfig, parallel: "ParallelConfig", name: str, sharding: Sharding, shard: Shard
 ) -> tuple[list[dict[Shard, ArenaTier]], list[ArenaTier]]:
-    """Return the arguments `others` and `copies` of `ShardedTier`: tiers left by servers with other numbers of ranks.
+    """Return tiers left by servers with other numbers of ranks, as `others` and `copies` of `ShardedTier`.
 
     name: name of the namespace. shard: shard of this rank's own tier on disk. An element of `others` has the tiers with
     this rank's heads, by shard.
@@ -113,7 +111,7 @@ def make_sessions(
     ring: Callable[[], None],
     sharding: Sharding,
 ) -> RedisSessions:
-    """Return the engine's access to sessions in Redis. owner: name of the engine. ring: wakes it, from any thread."""
+    """Return the access to sessions in Redis. owner: name of the engine. ring: wakes the engine, from any thread."""
     others = sharding.others() if reads_others(vllm_config, sharding) else []
     facts = {"model": vllm_config.model_config.model, "engine": owner}
     keys = keys_of(config.sealing)
@@ -162,10 +160,10 @@ def make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Shardi
 
 
 class DiskBooks:
-    """The disk's folder for the engine core: lock, blocks that earlier servers left, and journal.
+    """The disk's folder for the engine core: lock, blocks that earlier servers left, and journal (records of sessions).
 
-    Ranks must have opened their tiers before. name: name of the namespace. Removes folders of other namespaces, and
-    shards that this engine cannot read. Raises ConfigError if another server uses the folder.
+    Ranks must have opened their tiers before. The constructor removes folders of other namespaces, and shards that this
+    engine cannot read. It raises ConfigError if another server uses the folder. name: name of the namespace.
     """
 
     def __init__(self, vllm_config: "VllmConfig", config: ManthanConfig, name: str, sharding: Sharding) -> None:

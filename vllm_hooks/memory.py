@@ -27,17 +27,16 @@ if TYPE_CHECKING:
 HIGH_RATIO = 9
 """Largest compression ratio at which blocks without refinements serve requests with the hint `quality: high`.
 
-Refinements are parts of a compressed block that make the KV finer, and that tiers can cut off. Each begins a new level.
+Refinements, parts of a compressed block that make the KV finer, can be cut off. A block's level is their number.
 """
-MOST = 0xFFFF
-"""Largest dimension in a compressed block's header."""
+MOST = 0xFFFF  # largest dimension in a compressed block's header
 
 
 class Shards(NamedTuple):
-    """Ranks that each have a shard of a block. room: takes a shard's bytes, returns its bytes of a tier's budget.
+    """Ranks of an engine, each with a shard (its part) of a block. can_trim: True if tiers can cut refinements off.
 
-    can_trim: True if tiers can cut refinements off. copies: number of consecutive ranks with the same shard, which only
-    the first of them stores.
+    room: takes the bytes of a compressed shard, and returns the bytes that the shard takes of a tier's budget. copies:
+    number of consecutive ranks with the same shard, which only the first of them stores.
     """
 
     ranks: int
@@ -64,7 +63,7 @@ def block_shape(group: "KvCacheGroup") -> BlockShape:
 
 
 def packed_shape(layer_nbytes: Sequence[int], tokens: int) -> BlockShape:
-    """Return the shape of a block that is stored as bytes: any whose dimensions fit into 16 bits each in a header."""
+    """Return a shape with all bytes of a block that is stored as bytes. No dimension should be more than MOST."""
     common = math.gcd(*layer_nbytes)
     rows = math.gcd(common, tokens)
     run = next(run for run in range(min(common // rows, MOST), 0, -1) if common // rows % run == 0)
@@ -131,9 +130,9 @@ def _all_exact(shape: GroupShape, group: "KvCacheGroup", shards: Shards) -> Grou
 
 
 def _other(codec: CodecConfig, name: str | None, chosen: str, group: "KvCacheGroup", shards: Shards) -> GroupShape:
-    """Return the sizes of blocks of a group that is not the main group.
+    """Return the sizes of blocks of a group that is not the main group (`Groups.main`).
 
-    name: main group's codec; None to store every token with codec exact. chosen: value of `GroupShape.codec`.
+    name: main group's codec; None to store every token with codec exact. chosen: value for `GroupShape.codec`.
     """
     own = codec_of_other(name or FALLBACK, group, codec.state)
     shape = group_shape(_renamed(codec, own), group, shards)
@@ -147,7 +146,8 @@ def _other(codec: CodecConfig, name: str | None, chosen: str, group: "KvCacheGro
 def codec_of_other(name: str, group: "KvCacheGroup", state: str) -> str:
     """Return the codec of a group that is not the main group. name: codec of the main group.
 
-    A profile describes the main group only. States have separate codecs. state: `codec.state` of the configuration.
+    A profile (statistics that some codecs need) is of the main group only. Recurrent states have codecs of their own.
+    state: `codec.state` of the configuration.
     """
     if group.is_packed:
         return STATE_CODECS.get(state, EXACT) if group.is_state else EXACT
@@ -155,9 +155,9 @@ def codec_of_other(name: str, group: "KvCacheGroup", state: str) -> str:
 
 
 def with_states(codec: str, group: "KvCacheGroup", facts: ModelFacts) -> ModelFacts:
-    """Return `facts`, for a codec of states together with the layout of the group's states.
+    """Return `facts`, and with them the layout of the group's recurrent states if the codec is for such states.
 
-    The codec encodes recurrent states, matrices for each head. It keeps other parts, such as a convolution's, exact.
+    That codec encodes states that are matrices for each head. It keeps other states, such as a convolution's, exact.
     """
     if codec not in STATE_CODECS.values():
         return facts
@@ -183,10 +183,10 @@ def rank_facts(profile: Profile | None, group: "KvCacheGroup", rank: int, ranks:
 
 
 def exact_counts(codec: CodecConfig, group: "KvCacheGroup") -> dict[int, int]:
-    """Return each possible number of exact first tokens of a block, mapped to the most of their states on one rank.
+    """Return each possible number of a block's first tokens that are stored by codec exact.
 
-    Exact tokens are stored by codec exact: none; those of a session's first `codec.sink_tokens` tokens in the block; or
-    all, if sessions share the block.
+    Each is mapped to the most states (entries of the cache) that a rank can have of the tokens. The exact tokens are:
+    none; those of a session's first `codec.sink_tokens` tokens in the block; or all, if sessions share the block.
     """
     counts = 0, codec.sink_tokens % group.tokens, group.tokens
     return {exact: group.first_states(exact) for exact in counts}

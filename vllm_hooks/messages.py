@@ -16,7 +16,7 @@ from manthan.manager.transfer import Transfer, TransferResult
 class ManthanMetadata(KVConnectorMetadata):
     """Message from the scheduler half to each worker half.
 
-    Loads may begin at once, after `place` and `drops` were obeyed. Stores begin after the step's forward pass.
+    Workers obey `place` and `drops` first, and may then begin loads. Stores begin after the step's forward pass.
     """
 
     place: str | None = None
@@ -29,11 +29,11 @@ class ManthanMetadata(KVConnectorMetadata):
     failed: dict[str, Sequence[int]] = field(default_factory=dict)
     """By request id, ids of blocks to report to vLLM as failed: vLLM waits for loads of them that never begin."""
     cancels: bool = False
-    """True to end transfers early, blocks not yet transferred as failed, because the prefix cache is being reset."""
+    """True to end transfers early, because the prefix cache is being reset. Blocks not transferred count as failed."""
     may_calibrate: bool = False
-    """True if a codec's profile may be made from this step's KV. No request that is in the engine has a tenant."""
+    """True if a codec's profile (statistics) may be made of this step's KV: no request in the engine has a tenant."""
     revokes: bool = False
-    """True to give up stores whose blocks are not gathered, read out of the pool, yet: requests need the blocks."""
+    """True to give up stores whose blocks are not all read out of the pool yet, because requests need the blocks."""
 
 
 class Candidate(NamedTuple):
@@ -50,11 +50,11 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
     results: list[TransferResult] = field(default_factory=list)
     """Results of ended transfers, one for each transfer and rank."""
     gathered: list[int] = field(default_factory=list)
-    """Ids of stores whose blocks a rank has gathered, so that the pool may reuse them. No id comes after its result."""
+    """Ids of stores whose blocks a rank has read, so that the pool may reuse them. No id comes after the result."""
     verdicts: list[Verdict] = field(default_factory=list)
-    """Newest measurements of codecs by each rank's guard."""
+    """Newest measurements of the codecs' errors by each rank's guard."""
     measured: dict[int, int] = field(default_factory=dict)
-    """By rank, number of blocks measured before the first verdict, if the number has changed."""
+    """By rank, number of blocks that the guard has measured before its first verdict, if the number has changed."""
     candidate: Candidate | None = None
     errors: list[str] = field(default_factory=list)
     """Names of the worker half's methods that raised an exception."""

@@ -1,12 +1,12 @@
-"""Encryption of compressed blocks and journals in storage ("sealing"), with AES-256-GCM; see docs/security.md.
+"""Encryption ("sealing") of compressed KV blocks, and of the disk's records of sessions; see docs/security.md.
 
 The key file has a key on each line, 32 random bytes in base64. The first key seals (encrypts). The others are old keys,
-with which values can still be opened (decrypted). Each tenant's keys, and a mark that tells the key, are derived from
-the file's keys. A sealed value is, little-endian:
+with which values can still be opened (decrypted). From each key, a key for each tenant is derived for AES-256-GCM, and
+a mark, by which `open` finds the file's key. A sealed value is, little-endian:
 
     magic "MNS" · version u8 · mark of the key, 8 bytes · salt, 16 bytes · nonce, 12 bytes · ciphertext, with tag
 
-A value is bound to a namespace, to a name in the namespace, and to a tenant. It opens only under all three.
+A value is bound to a namespace (a model's storage), a name in the namespace, and a tenant, and opens under these only.
 """
 
 import base64
@@ -35,19 +35,19 @@ OVERHEAD = _HEADER.size + 16  # bytes of a sealed value beyond the data
 
 
 class SealError(Exception):
-    """The value was not sealed under this name, or not with one of the keys. `cause` is a metric's label."""
+    """Error: a value was changed, or was sealed for another name or tenant, or with an unknown key."""
 
-    cause = "seal"
+    cause = "seal"  # cause of a failure, a metric's label
 
 
 @lru_cache(maxsize=1024)
 def derived(key: bytes, purpose: str, tenant: str = "", salt: bytes | None = None, nbytes: int = KEY_NBYTES) -> bytes:
-    """Return a key for a purpose and a tenant, derived from `key` (HKDF-SHA256)."""
+    """Return a key or a mark of `nbytes` bytes, derived from `key` for a purpose and a tenant (HKDF-SHA256)."""
     return HKDF(hashes.SHA256(), nbytes, salt, f"manthan {purpose}\0{tenant}".encode()).derive(key)
 
 
 def keys_of(config: SealingConfig) -> tuple[bytes, ...]:
-    """Return the keys of the key file, the sealing key first; none without a file. Raises ConfigError."""
+    """Return the keys of the key file, the sealing key first; empty if no file is configured. Raises ConfigError."""
     path, field = config.key_file, "sealing.key_file"
     if not path:
         return ()
@@ -72,8 +72,8 @@ def keys_of(config: SealingConfig) -> tuple[bytes, ...]:
 class Sealer:
     """Seals and opens the values of a namespace. place: name of the namespace. keys: see `keys_of`.
 
-    With random nonces a key may seal 2^32 values. Each sealer has a random salt, and so keys of its own, so that
-    processes do not share the bound.
+    With random nonces a key may seal at most 2^32 values. Each sealer derives keys of its own by a random salt, so that
+    processes do not share this bound.
     """
 
     def __init__(self, keys: Sequence[bytes], place: str) -> None:
@@ -92,7 +92,7 @@ class Sealer:
         return head + self._cipher(mark, tenant, self._salt).encrypt(nonce, view, self._bound(head, about))
 
     def open(self, data: Buffer | bytes, tenant: str, *about: bytes | str | int) -> bytes:
-        """Return the data of a sealed value. Raises SealError if it was sealed for another tenant or name."""
+        """Return the data of a sealed value. Raises SealError if the value is not what was sealed under this name."""
         view = data if isinstance(data, bytes) else data.data
         if len(view) < OVERHEAD:
             raise SealError("it is too short.")
@@ -115,9 +115,9 @@ class Sealer:
 
 
 class SealedTier(Tier):
-    """Tier that seals each block as a whole, and so cannot cut blocks. `read` yields a cause if a block does not open.
+    """Tier that seals each block whole, so that `trim` cannot cut it. `read` yields "seal" if a block does not open.
 
-    shard: Shard that the tier stores, which is part of the name to which a block is bound.
+    shard: Part of each block that the tier stores. The shard is in the name to which a block is bound.
     """
 
     def __init__(self, inner: Tier, sealer: Sealer, shard: Shard) -> None:

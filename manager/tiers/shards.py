@@ -1,4 +1,4 @@
-"""Blocks of engines with different numbers of ranks. Each rank stores a shard of each block: some of its KV heads."""
+"""Tier for KV blocks of engines with different numbers of ranks. A shard is the part of a block that a rank has."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -21,12 +21,12 @@ class Shard(NamedTuple):
 class ShardedTier(Tier):
     """Tier of a rank that also reads blocks stored by engines with a different number of ranks.
 
-    Of such a block, `read` yields the bytes of all shards that have KV heads of this rank, one shard behind the other.
+    For such a block, `read` joins all shards that have KV heads of this rank into one buffer, in order of heads.
 
     Args:
         own: Tier of this rank's shards. All writes go there.
         others: For each other number of ranks, the tiers of the shards with KV heads of this rank, in order of heads.
-        copies: Tiers of which dropped blocks are dropped, too, but which are never read.
+        copies: Further tiers, which are never read. `drop` and `cleared` drop blocks from these tiers, too.
     """
 
     def __init__(self, own: Tier, others: Iterable[Sequence[Tier]], copies: Sequence[Tier] = ()) -> None:
@@ -37,7 +37,7 @@ class ShardedTier(Tier):
         return self.own.put_all(group, blocks, tenant)
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
-        """See Tier. First tries the source of the previous block, because one engine mostly stored both blocks."""
+        """See Tier. Look for a block first where the previous block was, because one engine mostly stored both."""
         at, source = 0, self._sources[0]
         while at < len(keys):
             start = at

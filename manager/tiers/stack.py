@@ -1,4 +1,4 @@
-"""Two tiers used as one: a fast tier with some of the blocks, in front of a slower tier with all blocks."""
+"""Two tiers, stores of KV blocks, used as one: a fast tier with some blocks, in front of a slower tier with all."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -9,11 +9,11 @@ from manthan.manager.tiers.tier import Buffer, Found, Tier
 
 
 class StackedTier(Tier):
-    """Tier that writes each block to both tiers. The front tier keeps the blocks stored or read last.
+    """Tier that stores all blocks in the tier behind. The front tier has copies of the blocks stored or read last.
 
     Args:
         front: RAM, or a disk, with a budget of its own. Its least recently used blocks make room for new blocks.
-        behind: The tier with all blocks, or another stack.
+        behind: Tier with all blocks, such as another stack.
     """
 
     def __init__(self, front: ArenaTier, behind: Tier) -> None:
@@ -38,7 +38,7 @@ class StackedTier(Tier):
         self.front.touch(group, keys)
 
     def _in_front(self, group: int, keys: Sequence[bytes], tenant: str) -> Iterator[Found]:
-        """Yield blocks from the front tier; from the tier behind if the front has dropped one, or cannot read it."""
+        """Yield blocks from the front tier. A block that it has dropped since, or cannot read, comes from behind."""
         for key, buf in zip(keys, self.front.read(group, keys, tenant), strict=True):
             yield buf if isinstance(buf, np.ndarray) else next(self.behind.read(group, [key], tenant))
 
@@ -68,7 +68,7 @@ class StackedTier(Tier):
         return self.behind.room(nbytes)
 
     def _keep(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str) -> None:
-        """Put the blocks that fit into the front tier."""
+        """Put blocks into the front tier, except those for which it cannot make room."""
         for key, buf in blocks.items():
             self.front.drop(group, [key])
             if self.front.make_room(self.front.room(buf.nbytes)):

@@ -1,4 +1,4 @@
-"""Interface of a tier: one store of a rank's compressed blocks. docs/architecture.md says how to add one."""
+"""Interface of a tier: one store of a rank's compressed KV blocks. docs/architecture.md says how to add a tier."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ STORE_FULL = "store_full"  # cause of a refusal: the bytes do not fit in the bud
 def part_ends(buf: Buffer) -> tuple[int, ...]:
     """Return the offset, in bytes, at which each part of a compressed block ends.
 
-    The first part is the base, which decodes alone. Each further part is a refinement, which makes the KV more exact.
+    The first part is the base, decodable alone. Each further part is a refinement, which makes the decoded KV finer.
     A sealed or damaged block counts as a single part.
     """
     try:
@@ -31,7 +31,7 @@ def part_ends(buf: Buffer) -> tuple[int, ...]:
 
 
 class TierError(Exception):
-    """Failure of a medium, raised only inside a tier. Methods of `Tier` return `cause`, a metric's label, instead."""
+    """Failure of a medium. Methods of `Tier` do not raise it. `put_all` and `read` report `cause`, a metric's label."""
 
     def __init__(self, message: str, cause: str) -> None:
         super().__init__(message)
@@ -41,11 +41,11 @@ class TierError(Exception):
 class Tier(ABC):
     """Compressed blocks by KV cache group and block hash.
 
-    No method raises for a failure of the medium (RAM, disk, Redis). Methods report a failure as a cause, which becomes
-    a metric's label. Each method ends in bounded time. A block may be absent until `put_all` has ended.
+    No method raises for a failure of the medium (RAM, disk, Redis). `put_all` and `read` report a failure as a cause,
+    which becomes a metric's label. Each method ends in bounded time. A block may be absent until `put_all` has ended.
 
-    Threads: any number of threads call `put_all`, `read` and `absent` at once. These may wait for the medium. The
-    worker's thread that runs the model calls `drop`, `trim` and `cleared`. These do no I/O.
+    Any number of threads may call `put_all`, `read` and `absent` at once. These methods may wait for the medium. The
+    methods `drop`, `trim` and `cleared` do no I/O, because the worker's thread that runs the model calls them.
 
     In all methods `group` is the index of a KV cache group, `keys` are block hashes, and `tenant` is the name of the
     blocks' owner, empty for no tenant.
@@ -61,7 +61,7 @@ class Tier(ABC):
             blocks: Bytes by block hash. The caller does not change them until the call ends.
             tenant: Owner of the blocks. A sealing tier encrypts with the tenant's key.
 
-        Returns: by hash, the cause for each block that was not stored. The tier then has the earlier block, or none.
+        Returns: by hash, the cause of each failure. The tier then has the earlier block with this hash, or none.
         """
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Tier(ABC):
 
     @abstractmethod
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the hashes in `keys` of blocks that are surely absent; none if the medium does not answer."""
+        """Return the hashes in `keys` of blocks that are surely absent; empty if the medium does not answer."""
 
     @abstractmethod
     def drop(self, group: int, keys: Iterable[bytes]) -> None:
@@ -85,24 +85,24 @@ class Tier(ABC):
 
         In a tier of a single engine, the blocks are absent from now on. The tier erases the bytes soon, on a thread,
         and before it uses the room again. A tier that engines share (Redis) keeps the blocks, because other engines may
-        need them. `RedisSessions` deletes those that this engine dropped for a cause in its list DELETED.
+        need them. `redis_sessions.DELETED` has the causes of drops for which blocks are deleted there, too.
         """
 
     def trim(self, group: int, keys: Iterable[bytes], parts: int) -> None:  # noqa: B027 not all can
-        """Cut blocks to their first `parts` parts; see `part_ends`.
+        """Cut blocks to their first `parts` parts; see `part_ends`. Do nothing if `can_trim` is False.
 
-        Blocks with at most `parts` parts, and unknown hashes, are ignored. The parts behind are absent from now on, and
-        are erased like a dropped block. No `read` of the blocks may run during the call, or the read may find nothing.
+        Blocks with at most `parts` parts, and unknown hashes, are ignored. The cut-off parts are absent from now on,
+        and are erased like a dropped block. A `read` of the blocks that runs during the call may find nothing.
         """
 
     @abstractmethod
     def cleared(self, place: str) -> "Tier":
         """Return an empty tier to use from now on, possibly this tier. Unfinished puts do not store into it.
 
-        No later process finds blocks that are put into it, because the model's weights may be different by then.
+        No later process finds blocks that are put into it, because this engine's weights may be different from now on.
 
         Args:
-            place: Name of the new namespace in a tier that engines share; may be empty for others.
+            place: Name of the new namespace, for a tier that engines share; may be empty for other tiers.
         """
 
     @abstractmethod
@@ -123,4 +123,4 @@ class Tier(ABC):
 
 TIER_KINDS = ("host", "device", "disk", "redis")
 """Values of the option `tiers.kind`. If the codec runs on the GPU, blocks of "host" and "device" are not in a `Tier`,
-but in `vllm_hooks/worker/slabs.py`."""
+but in `Slabs` of `vllm_hooks/worker`."""

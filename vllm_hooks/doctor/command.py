@@ -76,7 +76,7 @@ def _examined(model: str, file: str, url: str, template: str, block_size: int | 
     if url:
         yield from _check_server(url)
     if url and not file:
-        yield Finding("machine", Grade.SKIPPED, "a server does not tell of its memlock and disk: give --config there.")
+        yield Finding("machine", Grade.SKIPPED, "a server cannot report memlock and disk: on its host, add --config.")
     else:
         has_gpu = False
         if find_spec("torch"):
@@ -87,9 +87,9 @@ def _examined(model: str, file: str, url: str, template: str, block_size: int | 
         yield check_disk(resolved.config)
         yield from check_redis(resolved.config)
     if not model:
-        yield Finding(TEMPLATE, Grade.SKIPPED, "give MODEL to see whether it rewrites history.")
+        yield Finding(TEMPLATE, Grade.SKIPPED, "give MODEL to see whether its template rewrites history.")
         return
-    if find_spec("torch"):  # else the first finding names the missing package
+    if find_spec("torch"):  # else `_versions` has said that vLLM is missing
         with _quiet():
             from manthan.vllm_hooks.doctor.model import check_model
 

@@ -67,7 +67,7 @@ def _kind(name: str) -> str:
 
 @cache
 def listed() -> dict[str, Any]:
-    """Return the content of `families.yaml`: for each section, a mapping of model classes."""
+    """Return the content of `families.yaml`: caches by section and model class; under "uncached", reasons by class."""
     found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
     return found
 

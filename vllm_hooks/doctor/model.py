@@ -1,4 +1,4 @@
-"""Check of a model: findings about its KV caches, and about how each is stored. vLLM builds it without weights."""
+"""Check of a model: findings about its KV caches, and how each is stored. vLLM builds the model without weights."""
 
 import json
 import tempfile
@@ -116,7 +116,7 @@ def _one_rank() -> Iterator[None]:
 
 
 def _without_quantization(config: Any) -> Any:
-    """Remove quantization from a model's configuration and return it: few kinds of quantization run without a GPU."""
+    """Return a model's configuration without its quantization, because few kinds of quantization run without a GPU."""
     parts: list[Any] = [config, getattr(config, "text_config", None)]
     for each in parts:
         if hasattr(each, "quantization_config"):
@@ -136,7 +136,7 @@ def _resumed(distance: int, longest: int) -> Finding:
 
 
 class StoredGroup(NamedTuple):
-    """Form in which a KV cache group is stored. ratio: bytes of a block in the pool, over expected compressed bytes.
+    """Form in which a KV cache group is stored. ratio: expected compression ratio.
 
     as_bytes: number of layers that are stored as bytes although the group has a codec.
     """

@@ -1,6 +1,6 @@
 """Hints on their way through vLLM: checked when a request comes in, and read when the request is scheduled.
 
-A hint tells Manthan about a session, for example to pin it. A client's hints are in
+A hint asks Manthan to treat a session (conversation) in some way, such as to keep its KV. A client's hints are in
 `kv_transfer_params: {"manthan": {…}}`. They are checked when vLLM makes the engine's request; if they are wrong, the
 request is refused. An orchestrator's hints are in vLLM's envelope `kv_hints`; wrong ones are ignored.
 """
@@ -128,10 +128,10 @@ def _is_answer(own: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def decoded_elsewhere(params: object) -> float:
-    """Return the number of a prompt's first tokens whose KV may be lossy in the prefill engine.
+    """Return the number of a prompt's first tokens whose KV may be lossy in the engine that did the prefill.
 
-    That engine's answer says how many tokens are lossy, but not which. If any are, all its cached tokens count; or all
-    tokens, if the number of cached tokens is unknown.
+    That engine's answer says how many tokens are lossy, but not which. If any are, return the number of all its cached
+    tokens, infinity if unknown. Return 0 if none are, or without an answer.
     """
     if not isinstance(params, Mapping) or not _is_answer(own := params.get(EXTRA_KEY)) or not own["lossy_tokens"]:
         return 0
@@ -164,7 +164,7 @@ def hints_of(request: "Request") -> Hints:
 def merged_hints(params: object, envelope: "KvHintsEnvelope | None") -> Hints:
     """Return the client's hints, and those hints of an orchestrator that do not contradict the client's.
 
-    Hints that cannot be used are left out. Of several actions with the same hint, the last counts.
+    A client or action with a bad hint counts as without hints. Of several actions with the same hint, the last counts.
     """
     try:
         hints = _hints_in(params)

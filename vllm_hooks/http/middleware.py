@@ -26,8 +26,7 @@ logger = init_logger("vllm.manthan")
 App = Callable[..., Awaitable[None]]
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
-LONGEST_BODY = 64 * 1024
-"""Most bytes of the body of a request below /manthan."""
+LONGEST_BODY = 64 * 1024  # most bytes of the body of a request below /manthan
 MOST_HELD = 8
 """Most messages of a stream to hold back. Some routes send several before vLLM makes the engine's request."""
 HOLD_S = 30.0

@@ -91,7 +91,7 @@ class Measuring(BaseModel):
 
 
 class StoreState(BaseModel):
-    """Cold store. up: True if the store answers. codec: codec of new blocks.
+    """Cold store, with all compressed blocks. up: True if the store answers. codec: codec of new blocks.
 
     The guard measures the configured codec's loss on the model's KV, and may choose another codec. verdict: on the
     configured codec: none, faithful, slow or unfaithful. measuring: None without measurements under way.
@@ -106,7 +106,7 @@ class StoreState(BaseModel):
 
 
 class PoolState(BaseModel):
-    """vLLM's KV pool. session_bytes: bytes of blocks of sessions and requests that are not saved."""
+    """vLLM's KV pool. session_bytes: bytes of sessions' and requests' blocks without a compressed copy."""
 
     block_tokens: int
     blocks: int
@@ -118,8 +118,8 @@ class PoolState(BaseModel):
 class CoreState(BaseModel):
     """State of an engine core. sessions: number by state. token_s: seconds for a token in full steps; None if unknown.
 
-    totals: sums since the start. Of prompt_tokens, computed_tokens were neither resident nor restored, and lossy_tokens
-    had KV that was decoded or computed behind decoded KV. restore_ms: time of all restores of requests.
+    totals: sums since the start. Of prompt_tokens, computed_tokens were neither in the prefix cache nor restored, and
+    lossy_tokens had KV decoded by a lossy codec, or computed behind such KV. restore_ms: time of requests' restores.
     """
 
     now: float

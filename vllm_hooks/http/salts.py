@@ -26,8 +26,7 @@ logger = init_logger("vllm.manthan")
 
 MARK = "manthan-"
 """Begin of all salts made here. A client's salt with this begin is replaced by a salt made here."""
-NBYTES = 24
-"""Bytes of a tenant's digest."""
+NBYTES = 24  # of a tenant's digest
 PURPOSE = "cache salts of tenants"
 FILES = ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
 """Patterns of files in an adapter's folder that decide the adapter's results."""
@@ -68,7 +67,7 @@ class Salts:
 
 
 def salts_of(config: ManthanConfig) -> Salts:
-    """Return an engine's salts. Engines with the same lasting store have the same key: tenants find their blocks."""
+    """Return an engine's salts. Engines on one disk or Redis have the same key, so that tenants find their blocks."""
     store, isolate = config.tiers, config.tenants.isolate
     if keys := keys_of(config.sealing):
         return Salts(derived(keys[-1], PURPOSE), isolate)
@@ -99,7 +98,7 @@ class Adapters:
         self._known: dict[int, tuple[list[FileState], str]] = {}
 
     def content(self, adapter: "LoRARequest") -> str:
-        """Return the digest of the adapter's files; or a random name, if vLLM may have read other content."""
+        """Return the digest of the adapter's files; or a random name, if vLLM may read files other than these."""
         files = files_in(folder_of(adapter.lora_path))
         known = self._known.get(adapter.lora_int_id)
         if known is None or known[0] != files:
