@@ -20,7 +20,8 @@ from manthan.vllm_hooks.worker.layout import Layer
 logger = init_logger("vllm.manthan.worker")
 
 Arrays: TypeAlias = tuple[Numbers, ...]
-"""A block's arrays, in the order of `BlockShape.arrays`: keys, values, and bytes of layers without a codec if any."""
+"""A block's arrays, in the order of `BlockShape.arrays`: keys, values, and bytes of layers without a codec if any. If
+all layers are stored as bytes, the first array has the bytes, and the second is empty."""
 Copies: TypeAlias = list[Arrays]
 """Arrays of each block, as `PagedMemory.gather` returns them."""
 
@@ -52,7 +53,7 @@ class PagedMemory:
         return gathered()
 
     def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
-        """Begin to gather a block on the current stream. Return a function that returns the arrays after the copies."""
+        """Begin to gather a block on the current stream. Return a function for the arrays, to call after the copies."""
         coded = _copied(torch.stack([rows[block_id] for rows in self._rows])) if self._rows else ()
         raw = [_copied(torch.cat([rows[block_id] for rows in self._raw]))] if self._raw else []
         return lambda: self._arrays(coded, raw)

@@ -1,4 +1,4 @@
-"""Bytes of the tiers, which have compressed blocks: what blocks can take, and what vLLM must leave free for them."""
+"""Bytes of the tiers, which hold compressed blocks: room for the blocks, and memory that vLLM must leave free."""
 
 import math
 from collections.abc import Callable, Collection
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 STAGING_BYTES = 32 << 20
-"""Size of each staging buffer on the GPU for stores and for prefetches."""
+"""Least size of a staging buffer on the GPU for stores, and of one for prefetches."""
 COPIES_BYTES = 128 << 20
-"""Most bytes of a rank's blocks that the CPU has gathered and not encoded yet."""
+"""Most bytes of a rank's blocks that the CPU has gathered and not encoded yet, unless one block is larger."""
 RESTORE_STAGING_BYTES = 128 << 20
-"""Size of a staging buffer for restores. It is large, because each filling costs time of the model's thread."""
+"""Least size of a staging buffer for restores: large, because each filling costs time of the model's thread."""
 RESTORE_STAGINGS = 2
 """Number of staging buffers for restores: one is filled while the other is decoded."""
 PRIMARY_BYTES = 256 << 20
-"""Least pinned RAM of a rank in front of a disk or Redis, if the codec runs on a GPU."""
+"""Least pinned RAM of a rank in front of a disk, Redis or another rank's tiers, if the codec runs on a GPU."""
 CPU_ENCODE_THREADS = 4
 """Number of threads that encode on the CPU for a cache on a GPU, as on a GB10. With vLLM's CPU build, 1 encodes."""
 STAGINGS_BYTES = 2 * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES

@@ -13,8 +13,8 @@ from manthan.manager.tiers.tier import Buffer
 class Codecs:
     """Codecs of a rank, all on one device.
 
-    by_group: codecs by KV cache group. The configured codec is the first of each group. The first group is the main
-    group, whose block hashes make up sessions.
+    by_group: codecs by KV cache group, the group's configured codec first. The first group is the main group, whose
+    block hashes make up sessions.
     """
 
     def __init__(self, by_group: Mapping[int, Sequence[PagedCodec]]) -> None:

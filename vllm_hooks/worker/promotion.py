@@ -1,4 +1,4 @@
-"""Pinned RAM as the primary tier in front of a disk or Redis, the secondary tier: brings in blocks for loads."""
+"""Primary tier: pinned RAM, into which loads bring compressed blocks from a disk, Redis or rank, the secondary tier."""
 
 import threading
 from collections import Counter
@@ -66,7 +66,7 @@ class Primary:
         return arena.used <= most
 
     def begin(self, job: Transfer) -> tuple[Reading, list[bool]]:
-        """Pin a load's blocks if all are in the tier. Return the load's progress, and True for each block there."""
+        """Pin a load's blocks if all are in the tier. Return the load's progress, and a True for each block there."""
         group = job.group if self._keeps else -1 - job.job_id
         names = [(group, key) for key in job.block_hashes]
         with self._lock:
@@ -155,5 +155,5 @@ class Primary:
 
     def _pin(self, names: Sequence[Name]) -> None:
         self.pins.update(names)
-        for group, key in reversed(names):  # tails make room first
+        for group, key in reversed(names):  # a session's last blocks are evicted first
             self._slab.used(group, [key])
