@@ -35,7 +35,7 @@ LEAST, MOST = 128, 1024
 EVERY = 16
 """Least tokens of traffic for each token taken, so that calibration costs little."""
 WANTED = 9_600
-"""Least tokens that make a profile, four fifths of the tokens taken. They need 192,000 tokens of traffic."""
+"""Least tokens that make a profile: four fifths of the 12,000 tokens that are taken of 192,000 tokens of traffic."""
 
 
 class Calibrator:

@@ -70,7 +70,7 @@ class RankGuard:
         self._prompts = Prompts(device)
 
     def warm_up(self) -> None:
-        """Begin to compile the guard's kernels, which run on the CPU. If the cache is in RAM, the engine has done that."""
+        """Begin to compile the guard's kernels, which run on the CPU. If the cache is in RAM, the engine did so."""
         if self._device.type != "cpu":
             target = partial(self._compile, self._formats)
             self._warm_up = threading.Thread(target=target, name="manthan-warm-up", daemon=True)
