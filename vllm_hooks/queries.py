@@ -39,8 +39,6 @@ Answer = dict[str, Any]
 
 
 class Queries:
-    """Answers questions about an engine core."""
-
     def __init__(self, half: "SchedulerHalf") -> None:
         self._half, self._manager, self._store = half, half.manager, half.config.tiers
 

@@ -81,7 +81,6 @@ class Calibrator:
         self._parts = []
 
     def shutdown(self) -> None:
-        """Wait for the work under way."""
         self._is_done = True
         self._threads.shutdown()
 

@@ -145,7 +145,6 @@ class RankGuard:
             self._verdicts, self._samples, self._was_judged = [], [], False
 
     def shutdown(self) -> None:
-        """Wait for the measurement under way."""
         self._threads.shutdown()
 
     def _measure(
