@@ -52,8 +52,8 @@ class Restore(NamedTuple):
 class Rechecks:
     """Rechecks of an engine core. At most one restore waits for a recheck; a newer restore replaces it.
 
-    A recheck's requests belong to no session, are not stored, and do not count in metrics of requests. Their ids begin
-    with a random secret, so that no client can send a request with such an id.
+    A recheck's requests belong to no session, are not stored, and do not count in Manthan's metrics of requests. Their
+    ids begin with a random secret, so that no client can send a request with such an id.
     """
 
     def __init__(self, vllm_config: VllmConfig, is_on: bool) -> None:
@@ -63,7 +63,7 @@ class Rechecks:
         self._waiting: Restore | None = None
         self._taken: Restore | None = None
         self._secret = ""
-        """Secret of the recheck of `_taken`, until a result or a newer recheck comes; empty without a recheck."""
+        """Secret of the recheck of `_taken`, until a result, a reset or a newer recheck comes; else empty."""
         self._running: set[str] = set()
         self._quiet_from = 0.0
 
@@ -101,7 +101,7 @@ class Rechecks:
 
     @property
     def due(self) -> Restore | None:
-        """Restore to recheck now; None if none waits, or if a request ended less than `QUIET_S` seconds ago."""
+        """Restore to recheck now; None if none waits, if a recheck runs, or in the `QUIET_S` after a request's end."""
         is_quiet = not self._running and time.monotonic() >= self._quiet_from
         return self._waiting if is_quiet else None
 

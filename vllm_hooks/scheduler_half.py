@@ -202,7 +202,7 @@ class SchedulerHalf:
         self._cancels = False  # True to have workers end transfers early
         self._calibrates = bool(settings(vllm_config).get(CALIBRATES))
         self._candidate: Candidate | None = None
-        """Codec profile made from the KV of requests, until the guard uses its codec; None without one."""
+        """Profile (a codec's tables) made from requests' KV, until the guard uses its codec; None without a profile."""
         self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
         self._journal: JournalLink | None = None
@@ -392,7 +392,7 @@ class SchedulerHalf:
                 self.telemetry.traces.restoring(request.request_id, list(self._tiers(request.request_id, tokens)))
 
     def _handed(self, request_id: str, blocks: KVCacheBlocks, decoded: float) -> None:
-        """Mark new blocks that begin in the first `decoded` tokens as decoded by a codec, others as computed behind."""
+        """Mark new blocks in the first `decoded` tokens as decoded by a codec, later ones as computed behind these."""
         sizes = {group.index: group.tokens for group in self.groups.stored}
         first, behind = ([list[int]() for _ in blocks.blocks] for _ in range(2))
         for group, of_group in enumerate(blocks.blocks):
@@ -659,7 +659,7 @@ class SchedulerHalf:
         self._drops = drops
 
     def _begin_again(self) -> None:
-        """Empty the cold store before a request is served, if weights may have changed or the caller of a pause asked.
+        """Empty the cold store before a request, if weights may have changed or the caller of a pause asked for it.
 
         Weights are compared no earlier, because vLLM's users may load them before or after a reset.
         """

@@ -53,7 +53,7 @@ class Sharding(NamedTuple):
         return cls(stages, ranks, parts if is_cut else tensor // groups.replicas, total if is_cut else 0)
 
     def kept(self, vllm_config: "VllmConfig") -> "Sharding":
-        """Return the division by which ranks store blocks in tiers.
+        """Return the division by which ranks store compressed blocks in tiers.
 
         On one host, with tiers of kind host or disk, the first of the ranks with the same shard stores the shard for
         all of them. Else every rank stores its own shard: `parts` is then equal to `ranks`.

@@ -139,7 +139,7 @@ def settings_of(config: "VllmConfig | Namespace") -> dict[str, dict[str, Any]]:
 
 
 def leave_time_to_drain(vllm_config: "VllmConfig") -> None:
-    """Have vLLM's server wait for its engines after SIGTERM, so that they can save sessions to a lasting tier."""
+    """Have vLLM's server wait for its engines after SIGTERM, so that they can save sessions to a disk or Redis."""
     tiers = from_vllm_config(vllm_config).tiers
     if tiers.is_lasting and tiers.drain_s and not vllm_config.shutdown_timeout:
         settings(vllm_config)[ABORTS_KEY] = True

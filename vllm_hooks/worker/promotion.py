@@ -1,4 +1,4 @@
-"""Primary tier: pinned RAM, into which loads bring compressed blocks from a disk, Redis or rank, the secondary tier."""
+"""Primary tier: pinned RAM, into which loads bring blocks from the secondary tier (a disk, Redis or another rank)."""
 
 import threading
 from collections import Counter

@@ -21,8 +21,8 @@ Places = Sequence[tuple[Extent, ...]]
 """Extents of each of several blocks. An extent is a run of addresses in a buffer."""
 Numbers = npt.NDArray[np.int64]
 START, NBYTES, EXACT, FIRST_TOKEN, MARK, CODEC, PIECES = range(7)
-"""Rows of a tier's table, which has a column for each block. START: of the first extent. PIECES: number of extents. The
-rows between are fields of `Stored`."""
+"""Rows of a tier's table, which has a column for each block. START: start of the first extent. PIECES: number of
+extents. The rows between are fields of `Stored`."""
 
 
 class Stored(NamedTuple):
