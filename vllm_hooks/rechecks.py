@@ -79,7 +79,7 @@ class Rechecks:
         return is_ours
 
     def asker(self, request_id: str) -> Asker | None:
-        """Return the asker of a recheck's lossy request; None for any other request."""
+        """Return the asker of the request that a recheck makes behind cached KV; None for any other request."""
         if self._taken is None or not request_id.startswith(f"{self._secret}-{LOSSY}"):
             return None
         return self._taken.asker
@@ -161,7 +161,7 @@ class Rechecker:
 
 
 async def _recheck(client: Any, asked: Mapping[str, Any], rank: int, ranks: int) -> None:
-    """Compare the next tokens behind cached and behind computed KV, and tell the engine cores; skip overwritten KV."""
+    """Compare the next tokens behind cached and behind computed KV, and tell the cores, unless KV was overwritten."""
     where = {"data_parallel_rank": rank} if ranks > 1 else {}
     cached, lossy = await _first(client, asked, LOSSY, where)
     if cached < asked["least"]:

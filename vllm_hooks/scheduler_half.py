@@ -263,7 +263,7 @@ class SchedulerHalf:
     # -- vLLM's local prefix cache; see `Lookups` ----------------------------------------------------
 
     def asker(self, request: Request) -> Asker | None:
-        """Return the asker, for `Marks.serves`, which says if a lossy block may serve the request. None: none may."""
+        """Return the owner for which the request may use lossy blocks, see `Marks.serves`; None if it may use none."""
         return self.rechecks.asker(request.request_id) or self.driver.asker(request.request_id)
 
     def found(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:

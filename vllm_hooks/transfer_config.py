@@ -23,14 +23,14 @@ END_S = 5
 SOURCES_KEY = "manthan_sources"
 """Key of `settings` for the sources of Manthan's values; see `resolve.Resolved`."""
 SEVERAL = "MultiConnector"
-"""vLLM's connector that combines several connectors. Its settings have theirs under the key ENTRIES."""
+"""vLLM's connector that combines several connectors, whose settings are under the key ENTRIES of its extra config."""
 ENTRIES = "connectors"
 
 
 def kv_transfer_config(
     config_file: str | None = None, *, beside: "KVTransferConfig | None" = None, **options: Any
 ) -> "KVTransferConfig":
-    """Return the `LLM(kv_transfer_config=…)` that turns Manthan on.
+    """Return the value of `LLM(kv_transfer_config=…)` that turns Manthan on.
 
     Args:
         config_file: path of a YAML file.

@@ -21,7 +21,7 @@ CALLS = (
     *("new_request", "match", "allocated", "step", "worker_output", "finished"),
     *("submit_loads", "submit_stores", "_transfer_results", "take_report"),
 )
-"""Main methods of the connector's two halves. Exceptions of all methods are counted; these series begin at 0."""
+"""Main methods, of the connector's two halves, whose exceptions are caught and counted. Their series begin at 0."""
 
 
 class _Metric(NamedTuple):
@@ -120,8 +120,8 @@ PARTS = ("gauges", "counters", "observations")
 class ManthanStats(KVConnectorStats):
     """Statistics for /metrics.
 
-    data: has the keys PARTS. Gauges and counters are numbers by metric and label value, observations lists by metric.
-    `aggregate` keeps the later gauges, adds up the counters, and joins the lists.
+    data: has the keys PARTS. Gauges and counters are numbers by metric and label value. Observations are lists by
+    metric. `aggregate` keeps the later gauges, adds up the counters, and joins the lists.
     """
 
     def reset(self) -> None:

@@ -51,7 +51,7 @@ class TierBytes(NamedTuple):
         """Return the bytes that blocks of these sizes can surely take.
 
         With several sizes, a part of each tier stays free, so that free extents stay large. With two tiers, room for
-        one block stays free, because no block is half in either tier.
+        one block stays free, because no block is split between the tiers.
         """
         device, host = (tier - tier % GRANULE for tier in self)
         if len(sizes) > 1:
@@ -64,7 +64,7 @@ def usable_nbytes(vllm_config: "VllmConfig", store: TiersConfig, ranks: int, sha
     if store.places[-1] == "disk":
         return disk.usable(store.max_bytes // ranks) * ranks
     sizes = {nbytes // ranks for nbytes in shape.sizes}
-    if not is_on_gpu(vllm_config) or store.is_lasting:  # else free extents must stay large
+    if not is_on_gpu(vllm_config) or store.is_lasting:  # only a GPU's tiers need large free extents
         sizes = {max(sizes)}
     return TierBytes.of_a_rank(store, ranks).usable(sizes) * ranks
 

@@ -84,7 +84,7 @@ class RankGuard:
                 logger.warning("Manthan: the guard's kernels were not compiled in %g s.", COMPILE_S)
 
     def _compile(self, formats: Sequence[BlockFormat]) -> None:
-        """Compile kernels in another process, because compiling holds Python's lock, and load them by numba's cache."""
+        """Compile kernels in another process, as compiling holds Python's lock, and load them from numba's cache."""
         names = [format.codec for format in formats]
         command = [sys.executable, "-m", precompile.__name__, formats[0].shape.dtype.name, *names]
         with suppress(subprocess.TimeoutExpired):

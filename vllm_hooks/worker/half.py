@@ -133,7 +133,7 @@ class WorkerHalf:
         self._know_groups()
         self.engine = Engine()
         self.guard: RankGuard | None = None
-        """Measures the codec; None if `codec.guard` is off."""
+        """Measures codecs; None if `codec.guard` is off."""
         self.calibrator: Calibrator | None = None
         self._candidate: Candidate | None = None
         self._server: PeerServer | None = None

@@ -140,7 +140,7 @@ def paged_layout(layers: Sequence[Layer], shape: BlockShape, beside: Sequence[La
 
 
 class _Strides(NamedTuple):
-    """Positions of vectors in a block, in elements. at: first vector's. head_stride, token_stride: distances."""
+    """Positions of vectors in a block, in elements. at: of the first. The strides lead to the next head and token."""
 
     at: int
     head_stride: int

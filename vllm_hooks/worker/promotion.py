@@ -50,7 +50,7 @@ class Primary:
     ) -> None:
         self._slab, self._look_into, self._lock, self._erase, self._keeps = slab, look_into, lock, erase, keeps
         self.pins: Counter[Name] = Counter()
-        """Number of loads that use a block. Blocks in use are not evicted."""
+        """By block, number of loads that use the block. Blocks in use are not evicted."""
 
     def evict(self, nbytes: int, count: int) -> bool:
         """Drop the least recently used blocks, if need be. Return True if `count` blocks of `nbytes` bytes have room.
@@ -66,7 +66,7 @@ class Primary:
         return arena.used <= most
 
     def begin(self, job: Transfer) -> tuple[Reading, list[bool]]:
-        """Pin a load's blocks if all are in the tier. Return the load's progress, and a True for each block there."""
+        """Pin a load's blocks if all are in the tier. Return the progress, and True for each block in the tier."""
         group = job.group if self._keeps else -1 - job.job_id
         names = [(group, key) for key in job.block_hashes]
         with self._lock:

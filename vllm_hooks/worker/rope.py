@@ -22,7 +22,7 @@ Rounding angles to float32 changes a cosine by about 1e-3 at the last position o
 
 
 def running_rope(vllm_config: VllmConfig, head_dim: int, tell: bool = True, layers: Sequence[str] = ()) -> Rope | None:
-    """Return the RoPE of some layers; None if they have no or several RoPEs, or if vLLM's tables differ.
+    """Return the RoPE of some layers; None if they have no or several RoPEs, or if vLLM's tables are not as configured.
 
     tell: True to log a warning with the reason for None. layers: vLLM's names of the layers; empty for all.
     """

@@ -170,7 +170,7 @@ class Slab:
         """Return the run that begins with the first block, up to an absent block, or another codec or exact count.
 
         Return None if the first block is absent. in_place: True to read blocks in the tier if possible. The run then
-        has either only blocks with one extent, read in place, or only blocks with several, which are not.
+        has either only blocks with one extent, read in place, or only blocks with several, to be copied.
         """
         columns = list(map(self._columns.get, zip(repeat(group), keys)))
         there = np.array(columns[: columns.index(None)] if None in columns else columns, np.int64)
