@@ -63,7 +63,7 @@ class ReturnsFirstQueue(RequestQueue):
         self._looked_at: tuple[str, int] | None = None
         """Id of the request that `peek_request` last returned, and free blocks then; None once vLLM has taken it."""
         self._too_large, self._free_then = set[str](), 0
-        """Ids of requests that the pool has no room for, and free blocks when vLLM last left one in the queue."""
+        """Ids of requests that vLLM has left in the queue, for lack of room, and free blocks when it last left one."""
 
     def passed(self, now: float) -> list[float]:
         """Return the seconds waited by each request in the queue that a later request has passed."""
@@ -82,7 +82,7 @@ class ReturnsFirstQueue(RequestQueue):
     def first_if_within(self, tokens: int) -> bool:
         """True if the first request has at most `tokens` tokens to compute, and the pool may have room for the request.
 
-        A request that vLLM has just left, because the pool had no room for it, is delayed before the check.
+        A request that vLLM has just left in the queue is delayed before the check.
         """
         self._set_back()
         first = self._order[0].request if self._order else None
@@ -121,7 +121,7 @@ class ReturnsFirstQueue(RequestQueue):
     def peek_request(self) -> Request:
         """Return the first request, which vLLM then takes with `pop_request`.
 
-        If the pool has no room for the request, vLLM leaves it in the queue, and admits no more in this step.
+        If the pool or the step has no room for the request, vLLM leaves it in the queue, and ends the admission.
         """
         self._set_back()
         first = self._order[0].request

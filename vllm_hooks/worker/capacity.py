@@ -103,7 +103,7 @@ def share_memory(vllm_config: "VllmConfig") -> None:
         )
     if cache.kv_cache_memory_bytes:
         raise ConfigError(
-            "memory_bytes leaves the KV pool what is left of it, but --kv-cache-memory-bytes (or "
+            "memory_bytes decides the size of the KV pool, but --kv-cache-memory-bytes (or "
             "VLLM_CPU_KVCACHE_SPACE) gives the pool a size: use one of them"
         )
     tiers = config.tiers

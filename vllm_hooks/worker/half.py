@@ -115,7 +115,7 @@ def running_half() -> "WorkerHalf":
 
 
 def get_ready(worker: Any) -> None:
-    """Wait in a worker for the guard's kernels, COMPILE_S at most. The server reports only then that it is ready."""
+    """Wait in a worker for the guard's kernels; see `RankGuard.wait`. Only then the server reports that it is ready."""
     if (guard := running_half().guard) is not None:
         guard.wait()
 
@@ -210,7 +210,7 @@ class WorkerHalf:
         free, needed = torch.cuda.mem_get_info()[0], device_nbytes(profile)
         if free < needed:
             raise UnsupportedError(
-                f"it takes {human_bytes(needed)} of the GPU's memory, and {human_bytes(free)} are free: lower "
+                f"a profile takes {human_bytes(needed)} of the GPU's memory, and {human_bytes(free)} are free: lower "
                 "--gpu-memory-utilization."
             )
         self.engine.add(self.groups.main.index, *cache.paged_codecs([form]))
