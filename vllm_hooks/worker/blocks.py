@@ -153,7 +153,8 @@ class CpuBlocks:
     def decode(self, key: bytes, block_id: int, found: Found) -> str | None:
         """Check a compressed block, and decode it into the paged cache. Return the cause of a failure, or None.
 
-        found: result of a tier. A block read from another engine's tiers may be several shards, one behind the other.
+        found: result of reading a tier, a store of compressed blocks. A block of another engine may be several shards
+        (parts that its ranks had), one behind the other.
         """
         if found is None or isinstance(found, str):
             return MISSING if found is None else found

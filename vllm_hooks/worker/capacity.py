@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 STAGING_BYTES = 32 << 20
-"""Least size of a staging buffer on the GPU for stores, and of one for prefetches."""
+"""Least size of a GPU's staging buffer for stores (pool to tier), and of one for prefetches (loads before requests)."""
 COPIES_BYTES = 128 << 20
 """Most bytes of a rank's blocks that the CPU has gathered and not encoded yet, unless one block is larger."""
 RESTORE_STAGING_BYTES = 128 << 20

@@ -40,7 +40,7 @@ class Codecs:
         return next(codec for codec in self.by_group[group] if self.number(codec) == number)
 
     def look_into(self, group: int, buf: Buffer) -> tuple[int, int, int, int] | str:
-        """Return number of exact tokens, position of the first token, mark and codec number from a block's header.
+        """Return, from a block's header, number of exact tokens, first token's position, mark (`Mark`), codec number.
 
         Return the cause of a failure if the header is bad. Decoding later compares the whole header with these numbers.
         """

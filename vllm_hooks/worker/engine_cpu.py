@@ -1,4 +1,4 @@
-"""Engine on the CPU's cores: threads encode blocks of the paged cache into the tiers, and decode them back."""
+"""Engine on the CPU's cores: threads encode KV blocks into tiers (RAM, disk, Redis), and decode blocks for loads."""
 
 import threading
 import time

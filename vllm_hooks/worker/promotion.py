@@ -1,4 +1,4 @@
-"""Primary tier: pinned RAM, into which loads bring blocks from the secondary tier (a disk, Redis or another rank)."""
+"""Primary tier of compressed blocks: pinned RAM. Loads fill it from the secondary tier: disk, Redis or another rank."""
 
 import threading
 from collections import Counter
