@@ -1,6 +1,6 @@
 """Session returns before first prompts: a waiting queue for vLLM's scheduler, and limits on the tokens of a step.
 
-A session return is a request whose prompt is mostly resident or saved, so that few tokens are left to compute.
+A session return is a request whose prompt is mostly in the prefix cache or in Manthan's tiers, not to be computed.
 """
 
 from bisect import bisect_left, insort
@@ -21,7 +21,7 @@ In shorter steps fewer tokens are computed in a second. With 48 agents and an 8B
 a second in steps of 0.025 s, 19,000 in steps of 0.05 s, 24,000 in steps with vLLM's limit.
 """
 LEAST_TOKENS = 1024
-"""Number of tokens always allowed in a step. From smaller steps the time of a token is not estimated."""
+"""Least limit of a step's tokens, unless vLLM's is lower. From smaller steps the time of a token is not estimated."""
 DECAY = 0.8
 """Factor on sums of earlier steps' seconds and tokens, at each further step."""
 
@@ -39,8 +39,8 @@ class _Entry(NamedTuple):
 class ReturnsFirstQueue(RequestQueue):
     """Waiting queue. In a priority, preempted requests are first, then others in the order of arrival time plus delay.
 
-    The delay is `bound_s` times the tokens to compute over `step_tokens`, and at most `bound_s`. It grows by `bound_s`
-    for a request that the pool has no room for, until more blocks are free, so that requests with fewer blocks pass.
+    The delay is `bound_s * tokens to compute / step_tokens`, at most `bound_s`. While the pool has no room for a
+    request, its delay is `bound_s` more, so that requests for fewer blocks pass. This ends when more blocks are free.
     Apart from priority and preemption, no request passes one that arrived `2 * bound_s` earlier: none starves.
 
     The queue is a sorted list: each change finds its position in O(log n), and then moves the entries behind it.
@@ -48,7 +48,7 @@ class ReturnsFirstQueue(RequestQueue):
     Args:
         step_tokens: most tokens that vLLM computes in a step.
         by_priority: True to serve requests with the lowest `Request.priority` first; False to ignore it.
-        bound_s: seconds.
+        bound_s: seconds; see above.
         free: returns the number of the pool's free blocks.
     """
 
@@ -63,7 +63,7 @@ class ReturnsFirstQueue(RequestQueue):
         self._looked_at: tuple[str, int] | None = None
         """Id of the request that `peek_request` last returned, and free blocks then; None once vLLM has taken it."""
         self._too_large, self._free_then = set[str](), 0
-        """Ids of requests that the pool has no room for, and free blocks when vLLM last left one in the queue."""
+        """Ids of requests that vLLM has left in the queue, for lack of room, and free blocks when it last left one."""
 
     def passed(self, now: float) -> list[float]:
         """Return the seconds waited by each request in the queue that a later request has passed."""
@@ -82,7 +82,7 @@ class ReturnsFirstQueue(RequestQueue):
     def first_if_within(self, tokens: int) -> bool:
         """True if the first request has at most `tokens` tokens to compute, and the pool may have room for the request.
 
-        A request that vLLM has just left, because the pool had no room for it, is delayed before the check.
+        A request that vLLM has just left in the queue is delayed before the check.
         """
         self._set_back()
         first = self._order[0].request if self._order else None
@@ -121,7 +121,7 @@ class ReturnsFirstQueue(RequestQueue):
     def peek_request(self) -> Request:
         """Return the first request, which vLLM then takes with `pop_request`.
 
-        If the pool has no room for the request, vLLM leaves it in the queue, and schedules no more in this step.
+        If the pool or the step has no room for the request, vLLM leaves it in the queue, and ends the admission.
         """
         self._set_back()
         first = self._order[0].request
@@ -129,7 +129,7 @@ class ReturnsFirstQueue(RequestQueue):
         return first
 
     def _set_back(self) -> None:
-        """Delay the request that vLLM has left in the queue. End all such delays if more blocks are free than then."""
+        """Delay the request that vLLM left in the queue. End all such delays if more blocks are free than then."""
         changed = set[str]()
         if self._looked_at is not None:
             left, self._free_then = self._looked_at
@@ -192,7 +192,7 @@ class StepLimit:
 
     @property
     def token_s(self) -> float | None:
-        """Seconds for each token in steps with at least `_least` tokens; None before such a step."""
+        """Mean seconds for a token in steps with at least `_least` tokens; None until known."""
         return self._seconds / self._tokens if self._tokens else None
 
     def begin(self, tokens: int, now: float, requests: int) -> None:
@@ -216,6 +216,6 @@ class StepLimit:
             self._scheduler.scheduler_config.long_prefill_token_threshold = half if is_left else 0
 
     def rest(self) -> None:
-        """Note that the engine is idle, so that idle time does not count as a step's."""
+        """Note that the engine is idle, so that idle time does not count as a step's. Reset the limit of a step."""
         self._last = 0, 0
         self._scheduler.max_num_scheduled_tokens = self._most

@@ -73,7 +73,7 @@ def read_flags(args: argparse.Namespace) -> None:
 
 
 def precheck(arguments: "EngineArgs", from_command_line: bool) -> None:
-    """Raise UnsupportedError for --kv-offloading-size, by which vLLM would replace Manthan. Arguments: see `check`."""
+    """Refuse --kv-offloading-size, by which vLLM would replace Manthan. Errors and `from_command_line`: see `check`."""
     if (size := arguments.kv_offloading_size) is None or not is_on(arguments):
         return
     with one_sentence(from_command_line):
@@ -86,8 +86,7 @@ def precheck(arguments: "EngineArgs", from_command_line: bool) -> None:
 def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
     """Refuse unsupported models and settings, choose the codec, and set memory aside, before vLLM starts processes.
 
-    vllm_config: changed here. from_command_line: True to end the program with one sentence instead of raising
-    ConfigError.
+    vllm_config: changed here. from_command_line: True to end the program with one sentence, False to raise ConfigError.
     """
     if not is_on(vllm_config):
         return
@@ -109,7 +108,7 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
 def add_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
     """Add the group `Manthan` to vLLM's parser, and return the parser."""
     group = parser.add_argument_group("Manthan", "Session memory manager: any of these flags turns it on.")
-    group.add_argument(CONFIG_FLAG, metavar="FILE", help="A YAML file of keys; the other flags go before it.")
+    group.add_argument(CONFIG_FLAG, metavar="FILE", help="A YAML file of keys. The other flags override it.")
     for key, flag in FLAGS.items():
         group.add_argument(flag.name, metavar=flag.metavar, help=f"{key}: {FIELDS[key].description}.")
     return parser

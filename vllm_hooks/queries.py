@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 METHOD = "manthan_query"
 """Name of the utility call that the engine core offers to API servers."""
 ORDER = 50
-"""Number of sessions, the first in the eviction policy's order, that a state names."""
+"""Most sessions that the answer to "state" names: the first in the eviction policy's order."""
 UNKNOWN, NOT_NOW, ASLEEP = 404, 409, 503
 """HTTP statuses of refusals."""
 
@@ -39,8 +39,6 @@ Answer = dict[str, Any]
 
 
 class Queries:
-    """Answers questions about an engine core."""
-
     def __init__(self, half: "SchedulerHalf") -> None:
         self._half, self._manager, self._store = half, half.manager, half.config.tiers
 

@@ -1,8 +1,8 @@
 """Rechecks: while the server is idle, the prompt of some restored session is computed anew, and next tokens compared.
 
-The engine core remembers the prompt of a request whose load brought lossy KV, which a lossy codec has decoded. An API
-server asks for the prompt, and generates one token twice: behind the KV that is still resident, and under a fresh cache
-salt, so that vLLM computes the whole prompt.
+The engine core remembers the prompt of a request that used restored and lossy KV: changed by a lossy codec, or computed
+behind such KV. An API server asks for the prompt, and generates one token twice: behind the KV that is still in the
+prefix cache, and under a fresh cache salt, so that vLLM computes the whole prompt.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ LOSSY, EXACT = "lossy", "exact"
 
 
 class Restore(NamedTuple):
-    """Restore to recheck. asker: whose lossy blocks may serve the recheck. hashes: hashes of the prompt's first blocks,
-    which must still be resident. least: number of these blocks' tokens.
+    """Restore to recheck. asker: the restored request's, by which lossy blocks may serve the recheck. hashes: of the
+    prompt's first blocks, which must still be in the prefix cache. least: number of these blocks' tokens.
     """
 
     prompt: Sequence[int]
@@ -52,8 +52,8 @@ class Restore(NamedTuple):
 class Rechecks:
     """Rechecks of an engine core. At most one restore waits for a recheck; a newer restore replaces it.
 
-    A recheck's requests belong to no session, are not stored, and do not count in metrics of requests. Their ids begin
-    with a random secret, so that no client can send a request with such an id.
+    A recheck's requests belong to no session, are not stored, and do not count in Manthan's metrics of requests. Their
+    ids begin with a random secret, so that no client can send a request with such an id.
     """
 
     def __init__(self, vllm_config: VllmConfig, is_on: bool) -> None:
@@ -63,7 +63,7 @@ class Rechecks:
         self._waiting: Restore | None = None
         self._taken: Restore | None = None
         self._secret = ""
-        """Secret of the recheck that runs, of `_taken`; empty if none runs."""
+        """Secret of the recheck of `_taken`, until a result, a reset or a newer recheck comes; else empty."""
         self._running: set[str] = set()
         self._quiet_from = 0.0
 
@@ -79,7 +79,7 @@ class Rechecks:
         return is_ours
 
     def asker(self, request_id: str) -> Asker | None:
-        """Return the asker of a recheck's lossy request; None for any other request."""
+        """Return the asker of the request that a recheck makes behind cached KV; None for any other request."""
         if self._taken is None or not request_id.startswith(f"{self._secret}-{LOSSY}"):
             return None
         return self._taken.asker
@@ -93,7 +93,7 @@ class Rechecks:
         return False
 
     def offer(self, request: Request, asker: Asker, hashes: Sequence[bytes], least: int) -> None:
-        """Remember one in `EVERY` ended requests with a lossy restore, by chance, if only tokens decide its KV."""
+        """Remember one in `EVERY` ended requests with a lossy restore, by chance, if its KV depends on tokens only."""
         prompt = request.prompt_token_ids
         is_plain = request.prompt_embeds is None and not (request.lora_request or request.mm_features)
         if self._is_on and prompt and is_plain and not request.cache_salt and random.random() * EVERY < 1:
@@ -101,7 +101,7 @@ class Rechecks:
 
     @property
     def due(self) -> Restore | None:
-        """Restore to recheck now; None if none waits, or if the engine has not been idle for `QUIET_S`."""
+        """Restore to recheck now; None if none waits, if a recheck runs, or in the `QUIET_S` after a request's end."""
         is_quiet = not self._running and time.monotonic() >= self._quiet_from
         return self._waiting if is_quiet else None
 
@@ -111,7 +111,7 @@ class Rechecks:
         return {"secret": self._secret, "prompt": list(found.prompt), "least": found.least, "top": self._top}
 
     def accept(self, secret: str) -> bool:
-        """End the running recheck if this is its secret. Return True then: the result may count."""
+        """End the recheck with this secret. Return True if there was one: only then the result may count."""
         if not self._secret or secret != self._secret:
             return False
         self.forget()
@@ -161,7 +161,7 @@ class Rechecker:
 
 
 async def _recheck(client: Any, asked: Mapping[str, Any], rank: int, ranks: int) -> None:
-    """Compare the next token behind resident KV with the next token behind computed KV, and tell the engine cores."""
+    """Compare the next tokens behind cached and behind computed KV, and tell the cores, unless KV was overwritten."""
     where = {"data_parallel_rank": rank} if ranks > 1 else {}
     cached, lossy = await _first(client, asked, LOSSY, where)
     if cached < asked["least"]:

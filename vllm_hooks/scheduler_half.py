@@ -1,6 +1,10 @@
 """Scheduler half of the connector: passes vLLM's calls to the driver, and the driver's orders to the workers.
 
-The driver (`manager.driver`) is the serving loop that decides which blocks are stored, loaded and dropped.
+The driver (`manager.driver`) decides which blocks are stored, loaded and dropped. Compressed blocks are in the cold
+store, which has tiers: RAM, GPU memory, disk, Redis. A resident block is in vLLM's prefix cache. KV is lossy if a lossy
+codec has decoded it, or if it was computed behind such KV. The guard measures codecs and chooses the codec in use. A
+recheck computes a restored prompt again, to measure the loss. A resume point is a length of a session at which every KV
+cache group has the blocks needed to continue.
 """
 
 import os
@@ -81,9 +85,9 @@ SOURCES = {
 
 
 def _ending(request: Request) -> str:
-    """Return how an answer ended: the stop token or string, or else the last token before the end of sequence.
+    """Return the stop token or string that ended an answer, or else the token before the end-of-sequence token.
 
-    Return "" for an answer that was cut off. Policies tell kinds of answers apart by the end of a tool call or a text.
+    Return "" for an answer that did not stop by itself. A policy can tell an answer with a tool call by its ending.
     """
     if str(request.get_finished_reason()) != "stop":
         return ""
@@ -91,9 +95,9 @@ def _ending(request: Request) -> str:
 
 
 class SchedulerHalf:
-    """Scheduler half of the connector. All but `_ring` and `_is_due` run on the scheduler's thread. Once the
-    engine is ready, this half encodes nothing, and waits for workers only to ask about weights that may have changed.
-    The only I/O is to rename the file of a new codec profile.
+    """Scheduler half of the connector. All methods but `_ring` and `_is_due` run on the scheduler's thread. From the
+    engine's start to its shutdown, they encode nothing, and wait for workers only to ask about weights that may have
+    changed. Their only I/O then is to rename the file of a new codec profile.
 
     Args:
         ask: `ManthanConnector._ask`, which calls a method of this class and catches exceptions.
@@ -178,30 +182,27 @@ class SchedulerHalf:
         self.limit: StepLimit | None = None
         """Limits on a step's tokens; None if only vLLM's own limits apply."""
         self._resident: dict[str, int] = {}
-        """By id of a request that was matched and has no blocks allocated yet, number of its resident blocks."""
+        """By id of a request that `match` has answered and that has no blocks yet, number of its resident blocks."""
         self._place: str | None = None
         """Argument for `Tier.cleared` after a reset, until the workers are told; None without a reset."""
         self._deadline = inf
         self._drained_at: float | None = None
         """Time until which sessions are saved at the engine's end; None before the shutdown, 0 after the saving."""
-        self._rung = False  # True if the engine was woken, and has not run a step since
+        self._rung = False  # True to have vLLM run a step though there may be no request; cleared by the step
         self._weights: list[tuple[int, str]] | None = None
-        """`weights_state` of each worker with the weights that computed the cold sessions' KV; None if unknown.
-
-        A session is cold if no request of it runs and all its full blocks are saved.
-        """
+        """`weights_state` of each worker when the KV in the cold store was computed; None if unknown."""
         self._is_unsure = False
-        """True from a reset, done or failed, or a load of weights until the next request: weights are compared then."""
+        """True to compare weights before the next request: a load of weights or a reset of the cache was tried."""
         self._drops = False
-        """True if cold sessions are dropped at the next request, because the caller of a pause has asked for this."""
+        """True if the next request empties the cold store, because the caller of a pause has asked for this."""
         self._found = set[str]()
         """Ids of requests for which `Lookups` has called `found`, until `allocated`."""
         self._was_called = False
-        """True if workers were called since the last `_heed_calls`: the call may have loaded weights."""
+        """True if workers were called since the last `_heed_calls`. The call may have loaded weights."""
         self._cancels = False  # True to have workers end transfers early
         self._calibrates = bool(settings(vllm_config).get(CALIBRATES))
         self._candidate: Candidate | None = None
-        """Codec profile made from the KV of requests, until the guard uses its codec; None without one."""
+        """Profile (a codec's tables) made from requests' KV, until the guard uses its codec; None without a profile."""
         self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
         self._journal: JournalLink | None = None
@@ -210,7 +211,7 @@ class SchedulerHalf:
             self._journal = self._books.link(self.manager, self._fronts, notes)
 
     def bind(self, pool: BlockPool) -> None:
-        """Make the driver and what needs vLLM's block pool. vLLM calls this inside the scheduler's constructor."""
+        """Make the driver and the parts that need `pool`. vLLM calls this inside the scheduler's constructor."""
         scheduler = under_construction(Scheduler)
         if self.config.ordering == "returns":
             scheduling = scheduler.scheduler_config
@@ -262,7 +263,7 @@ class SchedulerHalf:
     # -- vLLM's local prefix cache; see `Lookups` ----------------------------------------------------
 
     def asker(self, request: Request) -> Asker | None:
-        """Return the asker of the request, which decides the lossy blocks that may serve it; None if none may."""
+        """Return the owner for which the request may use lossy blocks, see `Marks.serves`; None if it may use none."""
         return self.rechecks.asker(request.request_id) or self.driver.asker(request.request_id)
 
     def found(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
@@ -282,7 +283,7 @@ class SchedulerHalf:
 
     @property
     def used_codec(self) -> str:
-        """Name of the codec of new blocks."""
+        """Name of the codec in which the main group's new blocks are stored."""
         shape = self.manager.shape
         return shape.groups[shape.main].codec or self.config.codec.name
 
@@ -292,7 +293,7 @@ class SchedulerHalf:
         if self.rechecks.began(request.request_id):
             return
         hints, prompt, tail = hints_of(request), request.prompt_token_ids, None
-        if prompt is not None:  # tail: the tokens behind the last full block
+        if prompt is not None:  # tail: the prompt's tokens behind its last full block
             tail = np.array(prompt[len(prompt) // self._block_size * self._block_size :], np.int64).tobytes()
         self._requests[request.request_id] = request
         self.telemetry.began(request, hints)
@@ -311,9 +312,9 @@ class SchedulerHalf:
             self._waiting.update(request, self._to_compute(request))
 
     def _to_compute(self, request: Request) -> int:
-        """Return the number of a request's tokens behind its first blocks that are resident or saved. O(log n).
+        """Return the number of a request's tokens from the first block on that is neither resident nor saved in a tier.
 
-        A binary search finds the first missing block. The number is an estimate if later blocks are present.
+        Found by a binary search, so that the number is an estimate if later blocks are present.
         """
         hashes, blocks, group = self._keys(request), self.manager.blocks, self._shape.session_group
 
@@ -331,7 +332,7 @@ class SchedulerHalf:
         return request.num_tokens - found * self._block_size
 
     def _reorder(self) -> None:
-        """Count anew the tokens to compute of waiting requests whose session gained, or whose prompt lost, blocks."""
+        """Update the tokens to compute of waiting requests, after changes of sessions and overwritten blocks."""
         changed, self.telemetry.changed = self.telemetry.changed, set()
         names = [request.request_id for request in self.pool.take_bereft()]
         if (waiting := self._waiting) is None:
@@ -343,7 +344,7 @@ class SchedulerHalf:
                 waiting.update(request, self._to_compute(request))
 
     def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Return the number of tokens to load behind the first `computed` tokens, and True if the number is not 0.
+        """Return the number of tokens to load behind the first `computed` tokens, and True if there are any.
 
         None instead of a number asks vLLM to call again later. True tells vLLM that the load is asynchronous. All loads
         are, because vLLM would compute with the blocks of a synchronous load before Manthan has checked them. If the
@@ -391,7 +392,7 @@ class SchedulerHalf:
                 self.telemetry.traces.restoring(request.request_id, list(self._tiers(request.request_id, tokens)))
 
     def _handed(self, request_id: str, blocks: KVCacheBlocks, decoded: float) -> None:
-        """Mark blocks loaded by another connector: as decoded for the first `decoded` tokens, else as derived."""
+        """Mark new blocks in the first `decoded` tokens as decoded by a codec, later ones as computed behind these."""
         sizes = {group.index: group.tokens for group in self.groups.stored}
         first, behind = ([list[int]() for _ in blocks.blocks] for _ in range(2))
         for group, of_group in enumerate(blocks.blocks):
@@ -407,13 +408,13 @@ class SchedulerHalf:
         return block_ids[resident : resident + tokens // self._block_size]
 
     def sources(self, request: Request, tokens: int) -> dict[CacheHitSource, int]:
-        """Return the number of tokens that a request loads, by vLLM's source. tokens: the sum."""
+        """Return the number of tokens that a request loads, by vLLM's source of a cache hit. tokens: their sum."""
         return {SOURCES[tier]: count for tier, count in self._tiers(request.request_id, tokens).items()}
 
     def _tiers(self, request_id: str, tokens: int) -> dict[str, int]:
-        """Return the number of tokens that a request loads, by tier, as estimated by `FrontTiers`. tokens: the sum.
+        """Return the number of tokens that a request loads, by tier, as estimated by `FrontTiers`. tokens: their sum.
 
-        In a model whose blocks are stored for resume points only, all tokens count for the slowest tier.
+        In a model whose blocks are stored for resume points only, all tokens count for the slowest tier of the load.
         """
         blocks, fronts, names = self.manager.blocks, self.driver.fronts, self.config.tiers.tier_names
         jobs = self.driver.loads_of(request_id)
@@ -434,7 +435,7 @@ class SchedulerHalf:
         return {tier: count for tier, count in counts.items() if count}
 
     def finished(self, request: Request, blocks: int) -> dict[str, Any] | None:
-        """Note the end of a request that has `blocks` blocks of the main group. Return its kv_transfer_params."""
+        """Note a request's end. Return kv_transfer_params for its output. blocks: number of its main group's blocks."""
         self._resident.pop(request.request_id, None)
         if self.rechecks.ended(request.request_id):
             self.driver.finished(request.request_id, (), time.monotonic(), 0)
@@ -471,7 +472,7 @@ class SchedulerHalf:
         return answer_to(hints_of(request), outcome)
 
     def _entered(self, keys: Sequence[BlockHash]) -> int:
-        """Return how many first blocks of `keys` are in vLLM's prefix cache. Only the last blocks may be missing.
+        """Return the number of first blocks of `keys` in vLLM's prefix cache. Only the last of `keys` may be missing.
 
         vLLM enters blocks when it schedules the next step. The last blocks are missing if tokens of a draft filled them
         in the last step, or if vLLM holds them back because a draft may read them again.
@@ -496,7 +497,7 @@ class SchedulerHalf:
         return request.block_hashes[part.end // self.groups.hash_tokens - 1]
 
     def recheck(self) -> dict[str, Any] | None:
-        """Return the task of a recheck for an API server; None if no restore is due, or the engine is in use."""
+        """Return the task of a recheck for an API server; None if no restore is due, or none can be rechecked now."""
         found = self.rechecks.due
         if found is None or self._requests or self.is_out_of_use:
             return None
@@ -520,7 +521,7 @@ class SchedulerHalf:
     # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, scheduled_tokens: int, scheduled_requests: int) -> ManthanMetadata:
-        """Return the orders to workers for a step, with the numbers of tokens and requests that vLLM computes in it."""
+        """Return the orders to workers for a step. The arguments count what vLLM computes in the step."""
         self._rung = False
         if self.is_out_of_use and not scheduled_tokens:
             return ManthanMetadata()
@@ -573,12 +574,12 @@ class SchedulerHalf:
         self._set_deadline()
 
     def _gathered(self, report: ManthanWorkerMetadata) -> None:
-        """Note stores that a rank has gathered. Clear them in the report: `drain` must not note them again."""
+        """Note stores whose blocks a rank has read. Clear them in the report, so that `drain` does not repeat them."""
         gathered, report.gathered = report.gathered, []
         self.driver.gathered(gathered)
 
     def has_work(self) -> bool:
-        """True if the engine should run a step without requests."""
+        """True if the engine should run a step even without requests."""
         if self._core.is_halting:
             return self._core.is_moving
         if self._core.is_ending:
@@ -633,7 +634,7 @@ class SchedulerHalf:
         return self.driver.is_moving
 
     def go_on(self, was_reset: bool) -> None:
-        """End a reset. No transfer begins until a request comes, because weights may change until then."""
+        """End a reset of the prefix cache, done or failed. No transfer begins before a request: weights may change."""
         self._cancels, self._is_unsure = False, True
         self.rechecks.forget()
         if was_reset:
@@ -654,13 +655,13 @@ class SchedulerHalf:
         return self._core.is_asleep
 
     def paused(self, drops: bool) -> None:
-        """Note that vLLM pauses the engine. drops: True to drop cold sessions at the next request."""
+        """Note a pause of the engine, or a sleep that keeps the weights. drops: True to drop cold sessions after it."""
         self._drops = drops
 
     def _begin_again(self) -> None:
-        """Drop cold sessions if the weights may have changed. Called before a request is served.
+        """Empty the cold store before a request, if weights may have changed or the caller of a pause asked for it.
 
-        Weights are compared no earlier, because vLLM's users load them before or after a reset.
+        Weights are compared no earlier, because vLLM's users may load them before or after a reset.
         """
         self.driver.rests = False
         self._heed_calls()
@@ -681,11 +682,11 @@ class SchedulerHalf:
             self._weights, self._is_unsure = None, True
 
     def doubt(self) -> None:
-        """Note that the prefix cache was not reset although asked for, possibly because of new weights."""
+        """Note that vLLM did not do a reset of the prefix cache, which a user may have asked for due to new weights."""
         self._is_unsure = True
 
     def _heed_calls(self) -> None:
-        """If workers were called, set `_is_unsure` if their number of loads of weights has changed."""
+        """If workers were called, set `_is_unsure` unless their number of loads of weights is as before."""
         if self._was_called and not self._is_unsure:
             before = None if self._weights is None else [count for count, _ in self._weights]
             self._is_unsure = self._core.ask(loads) != before
@@ -694,12 +695,12 @@ class SchedulerHalf:
     # -- after an error -------------------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """Stop after an error: give back the blocks of transfers that no worker has been told of; see `drain`."""
+        """Stop after an error: give back the pool's blocks of stores and prefetches that no worker has been told of."""
         self._sweeper.stop()
         self.driver.abandon()
 
     def drain(self, report: ManthanWorkerMetadata) -> None:
-        """Give back the blocks of transfers that ended after `give_up`."""
+        """Give back the pool's blocks of stores and prefetches that ended after `give_up`."""
         self._gathered(report)
         self.driver.drain(report.results)
 
@@ -712,7 +713,7 @@ class SchedulerHalf:
     # -- the rest -------------------------------------------------------------------------------------
 
     def steered(self) -> None:
-        """Have the engine run a step, because an API request has changed a session."""
+        """Have the engine run a step after a call of the HTTP API, such as a change of a session."""
         self._set_deadline()
         self._rung = True
 

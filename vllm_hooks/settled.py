@@ -1,4 +1,4 @@
-"""Choice of an engine's codec, made before vLLM starts processes, so that all of them have the same.
+"""Choice of an engine's codec, made before vLLM starts processes, so that all processes have the same codec.
 
 Calibrated codecs need a profile: a file of transforms and tables for one model, made by `manthan calibrate` or from the
 prompts of a running server.
@@ -28,9 +28,9 @@ logger = logging.getLogger("vllm.manthan")
 
 ASKED, DIGEST, FAULT = "manthan_codec_asked", "manthan_profile_digest", "manthan_kernel_fault"
 CALIBRATES = "manthan_profile_to_make"
-"""Keys in the settings that vLLM hands to its processes. Values: the codec as configured; the digest of its profile;
-why kernels cannot be compiled; and the path of a profile to make from prompts. A value without such a thing is empty.
-"""
+"""Keys in the settings that vLLM hands to its processes. Values: the codec as configured; the digest of the chosen
+codec's profile; why kernels cannot be compiled; and the path of a profile to make from prompts. The last three may be
+empty."""
 PROBE_S = 60.0
 """Most seconds to compile a kernel, to see if the compiler works."""
 PROBE = """

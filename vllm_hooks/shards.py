@@ -53,10 +53,10 @@ class Sharding(NamedTuple):
         return cls(stages, ranks, parts if is_cut else tensor // groups.replicas, total if is_cut else 0)
 
     def kept(self, vllm_config: "VllmConfig") -> "Sharding":
-        """Return the division for the tiers in which ranks store blocks.
+        """Return the division by which ranks store compressed blocks in tiers.
 
         On one host, with tiers of kind host or disk, the first of the ranks with the same shard stores the shard for
-        all of them. Else every rank stores its own shard, so that `parts` is the number of ranks.
+        all of them. Else every rank stores its own shard: `parts` is then equal to `ranks`.
         """
         parallel, kind = vllm_config.parallel_config, from_vllm_config(vllm_config).tiers.kind
         is_one_host = parallel.distributed_executor_backend == "mp" and parallel.nnodes_within_dp == 1

@@ -17,20 +17,20 @@ CONNECTOR = "ManthanConnector"
 CONNECTOR_MODULE = "manthan.vllm_hooks.connector"
 EXTRA_KEY = "manthan"
 ABORTS_KEY = "manthan_aborts_at_shutdown"
-"""Key of `settings`. True if requests are aborted at once after SIGTERM, though Manthan has set shutdown_timeout."""
+"""Key of `settings`. Its value is True if Manthan has set shutdown_timeout, and requests must still end at SIGTERM."""
 END_S = 5
 """Seconds that vLLM's engine gets to end, in addition to `tiers.drain_s` for saving sessions."""
 SOURCES_KEY = "manthan_sources"
 """Key of `settings` for the sources of Manthan's values; see `resolve.Resolved`."""
 SEVERAL = "MultiConnector"
-"""vLLM's connector that combines several connectors. Their settings are under the key ENTRIES of its own."""
+"""vLLM's connector that combines several connectors, whose settings are under the key ENTRIES of its extra config."""
 ENTRIES = "connectors"
 
 
 def kv_transfer_config(
     config_file: str | None = None, *, beside: "KVTransferConfig | None" = None, **options: Any
 ) -> "KVTransferConfig":
-    """Return the `LLM(kv_transfer_config=…)` that turns Manthan on.
+    """Return the value of `LLM(kv_transfer_config=…)` that turns Manthan on.
 
     Args:
         config_file: path of a YAML file.
@@ -139,7 +139,7 @@ def settings_of(config: "VllmConfig | Namespace") -> dict[str, dict[str, Any]]:
 
 
 def leave_time_to_drain(vllm_config: "VllmConfig") -> None:
-    """Have vLLM's server wait for its engines after SIGTERM, so that they can save sessions to a lasting tier."""
+    """Have vLLM's server wait for its engines after SIGTERM, so that they can save sessions to a disk or Redis."""
     tiers = from_vllm_config(vllm_config).tiers
     if tiers.is_lasting and tiers.drain_s and not vllm_config.shutdown_timeout:
         settings(vllm_config)[ABORTS_KEY] = True
@@ -153,7 +153,7 @@ def abort_at_shutdown(vllm_config: "VllmConfig") -> None:
 
 
 def is_on_gpu(vllm_config: "VllmConfig") -> bool:
-    """True if vLLM runs on CUDA, and `codec.backend` is auto or cuda. Tiers then keep blocks at addresses.
+    """True if vLLM runs on CUDA, and `codec.backend` is auto or cuda.
 
     The codec runs on the GPU, except with auto on a GPU that shares the CPU's memory; see `half.codec_backend`.
     """

@@ -28,7 +28,7 @@ def human_bytes(nbytes: int) -> str:
 
 
 def check_capacity(config: ManthanConfig, shape: "MemoryShape", capacity: int) -> None:
-    """Raise ConfigError if the cold store cannot hold a single compressed block of the largest size.
+    """Raise ConfigError if the cold store (all tiers) cannot hold a single compressed block of the largest size.
 
     capacity: usable bytes of the cold store.
     """
@@ -100,7 +100,7 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
 
 
 def tell_given_up(session_id: str, blocks: int) -> None:
-    """Log blocks that stay unsaved. blocks: number of these."""
+    """Log that blocks of a session stay unsaved. blocks: their number."""
     logger.info(
         f"Manthan: {blocks} blocks of session {printable(session_id)} are not saved, because the tiers are full of "
         "blocks that the policy keeps; vLLM overwrites the unsaved blocks next"
@@ -121,7 +121,7 @@ def tell_progress(configured: str, blocks: int, used: str) -> None:
 
 
 def tell_verdict(found: "Judged") -> None:
-    """Log the codec in use, and the loss on this model's KV of the configured codec and all up to the codec in use."""
+    """Log the codec in use, and the loss on this model's KV of the codecs from the configured codec to that codec."""
     verdict = found.verdict
     said = ", then ".join(map(_fidelity, verdict.measured[: found.choice + 1]))
     if verdict.compute_s:

@@ -21,7 +21,7 @@ CALLS = (
     *("new_request", "match", "allocated", "step", "worker_output", "finished"),
     *("submit_loads", "submit_stores", "_transfer_results", "take_report"),
 )
-"""Methods of the connector's scheduler half and worker half whose exceptions are caught and counted."""
+"""Main methods, of the connector's two halves, whose exceptions are caught and counted. Their series begin at 0."""
 
 
 class _Metric(NamedTuple):
@@ -120,8 +120,8 @@ PARTS = ("gauges", "counters", "observations")
 class ManthanStats(KVConnectorStats):
     """Statistics for /metrics.
 
-    data: has the keys PARTS. Gauges and counters are numbers by metric and label value, observations lists by metric.
-    `aggregate` keeps the later gauges, adds up the counters, and joins the lists.
+    data: has the keys PARTS. Gauges and counters are numbers by metric and label value. Observations are lists by
+    metric. `aggregate` keeps the later gauges, adds up the counters, and joins the lists.
     """
 
     def reset(self) -> None:
@@ -145,8 +145,6 @@ class ManthanStats(KVConnectorStats):
 
 
 class ManthanPromMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics in the process behind /metrics."""
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         kinds = {Gauge: self._gauge_cls, Counter: self._counter_cls, Histogram: self._histogram_cls}

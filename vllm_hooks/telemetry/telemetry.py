@@ -23,7 +23,7 @@ from manthan.vllm_hooks.telemetry.metrics import ManthanStats
 from manthan.vllm_hooks.telemetry.traces import Traces
 
 QUIET_S = 60.0
-"""Least seconds between two log lines about the same cause of failures."""
+"""Least seconds between two log lines about stores that failed by the same cause."""
 TOTALS = (
     *("evictions", "restores", "prefetches", "failures", "restore_ms"),
     *("prompt_tokens", "restored_tokens", "computed_tokens", "lossy_tokens"),
@@ -49,7 +49,7 @@ class Telemetry:
         """Returns the seconds waited by each waiting request that a later request has passed."""
         self._judged: Judged | None = None
         self._measured: dict[int, int] = {}
-        """By rank, number of blocks that the rank's guard has taken for the first verdict."""
+        """By rank, number of blocks that the rank's guard, which measures codecs, has taken for the first verdict."""
         self._failures = Sparing(QUIET_S)
         self._counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._observations: defaultdict[str, list[float]] = defaultdict(list)
@@ -73,7 +73,7 @@ class Telemetry:
             self.traces.began(request.request_id, request.trace_headers)
 
     def ended(self, request: Request, outcome: Outcome | None, computed: int) -> None:
-        """Note the end of a request. computed: number of prompt tokens neither resident nor loaded."""
+        """Note the end of a request. computed: number of prompt tokens that the model has computed."""
         self.totals["computed_tokens"] += computed
         self.totals["prompt_tokens"] += request.num_prompt_tokens
         if self.traces is not None:

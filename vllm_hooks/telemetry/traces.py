@@ -1,6 +1,7 @@
-"""Spans of evictions and restores, if vLLM traces requests (`--otlp-traces-endpoint`).
+"""Spans of evictions (sessions saved in tiers) and restores, if vLLM traces requests (`--otlp-traces-endpoint`).
 
-A restore's span is in the request's trace, like vLLM's `llm_request`. Evictions and prefetches are separate traces.
+A restore's span is in the request's trace, like vLLM's `llm_request`. Each eviction is a trace of its own, and so is
+each prefetch (restore before the request).
 """
 
 import time
@@ -31,7 +32,6 @@ class Traces:
         """By request id, begin of the restore in nanoseconds since 1970, and names of the tiers with the blocks."""
 
     def began(self, request_id: str, headers: Mapping[str, str] | None) -> None:
-        """Note a new request with trace headers `headers`."""
         self._headers[request_id] = headers
 
     def ended(self, request_id: str) -> None:
@@ -63,7 +63,6 @@ class Traces:
         self._span(f"manthan.{'restore' if request_id else 'prefetch'}", began, now, attributes, request_id)
 
     def evicted(self, eviction: "Evicted") -> None:
-        """Send the span of an eviction."""
         now = time.time_ns()
         attributes = {
             "manthan.session_id": eviction.session_id,
@@ -91,6 +90,6 @@ class Traces:
 
 
 def make_traces(vllm_config: VllmConfig, tiers: Sequence[str]) -> Traces | None:
-    """Return the engine's traces; None if tracing is off."""
+    """Return the engine's traces; None if tracing is off, or OpenTelemetry is not installed."""
     endpoint = vllm_config.observability_config.otlp_traces_endpoint
     return Traces(tiers) if endpoint is not None and is_tracing_available() else None

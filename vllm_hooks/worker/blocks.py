@@ -20,7 +20,8 @@ from manthan.vllm_hooks.worker.layout import Layer
 logger = init_logger("vllm.manthan.worker")
 
 Arrays: TypeAlias = tuple[Numbers, ...]
-"""A block's arrays, in the order of `BlockShape.arrays`: keys, values, and bytes of layers without a codec if any."""
+"""A block's arrays, in the order of `BlockShape.arrays`: keys, values, and bytes of layers without a codec if any. If
+all layers are stored as bytes, the first array has the bytes, and the second is empty."""
 Copies: TypeAlias = list[Arrays]
 """Arrays of each block, as `PagedMemory.gather` returns them."""
 
@@ -52,7 +53,7 @@ class PagedMemory:
         return gathered()
 
     def gather_soon(self, block_id: int) -> Callable[[], Arrays]:
-        """Begin to gather a block on the current stream. Return a function that returns the arrays after the copies."""
+        """Begin to gather a block on the current stream. Return a function for the arrays, to call after the copies."""
         coded = _copied(torch.stack([rows[block_id] for rows in self._rows])) if self._rows else ()
         raw = [_copied(torch.cat([rows[block_id] for rows in self._raw]))] if self._raw else []
         return lambda: self._arrays(coded, raw)
@@ -152,7 +153,8 @@ class CpuBlocks:
     def decode(self, key: bytes, block_id: int, found: Found) -> str | None:
         """Check a compressed block, and decode it into the paged cache. Return the cause of a failure, or None.
 
-        found: result of a tier. A block read from another engine's tiers may be several shards, one behind the other.
+        found: result of reading a tier, a store of compressed blocks. A block of another engine may be several shards
+        (parts that its ranks had), one behind the other.
         """
         if found is None or isinstance(found, str):
             return MISSING if found is None else found

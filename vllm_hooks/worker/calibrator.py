@@ -1,4 +1,4 @@
-"""Calibration by traffic: a rank makes a codec's profile of the model from queries, keys and values of some prompts.
+"""Calibration by traffic: makes a profile, a codec's tables for one model, from prompts' queries, keys and values.
 
 The model's thread copies the arguments of attention layers, on a GPU within the GPU's memory. A thread of low priority
 does the rest.
@@ -31,11 +31,11 @@ logger = init_logger("vllm.manthan.worker")
 Rows: TypeAlias = tuple[torch.Tensor, ...]
 """Queries, keys and values of a layer, [tokens, heads, head_dim] each."""
 LEAST, MOST = 128, 1024
-"""Least and most tokens taken from the longest prompt of a step."""
+"""Least and most tokens taken from a step, all of the request with most tokens in the step."""
 EVERY = 16
-"""Tokens of traffic for each token taken, so that calibration costs little."""
+"""Least tokens of traffic for each token taken, so that calibration costs little."""
 WANTED = 9_600
-"""Tokens that make a profile, four fifths of the tokens taken. They come from 192,000 tokens of traffic."""
+"""Least tokens that make a profile: four fifths of the 12,000 tokens that are taken of 192,000 tokens of traffic."""
 
 
 class Calibrator:
@@ -67,7 +67,7 @@ class Calibrator:
         self._threads = JobThreads(1, "manthan-calibrate", allowed_cpus() if device.type == "cpu" else ())
         self._parts: list[Rows] = []
         self._rows, self._first = slice(0), 0
-        """Rows of the step's tensors to take, all of one prompt, and the first row's position in the prompt."""
+        """Rows to take of the step's tensors, all of one prompt; and the first row's position in the prompt."""
         self._wants = self._is_busy = self._is_done = False
         self._passed = self._taken = 0
         for layer, attention in enumerate(self._attentions):
@@ -81,7 +81,6 @@ class Calibrator:
         self._parts = []
 
     def shutdown(self) -> None:
-        """Wait for the work under way."""
         self._is_done = True
         self._threads.shutdown()
 
@@ -100,7 +99,7 @@ class Calibrator:
             logger.warning("Manthan: no profile is made from traffic: %s: %s", type(error).__name__, error)
 
     def _note(self, layer: int, told: Any, *rows: torch.Tensor) -> None:
-        """Copy a layer's rows of the step's longest prompt. With the last layer's, begin the work on the thread.
+        """Copy the chosen rows of a layer. After the last layer, begin the work on the thread.
 
         told: metadata of the attention backend. rows: the layer's queries, keys and values, [tokens, heads, head_dim].
         """
@@ -115,7 +114,7 @@ class Calibrator:
             self._threads.submit(self._try, self._add, self._first, self._parts, copied)
 
     def _choose(self, told: Any, *rows: torch.Tensor) -> bool:
-        """Choose the rows to take. Return False for a short prompt, or if the GPU has too little memory for copies."""
+        """Choose the rows to take. Return False for fewer than LEAST, or if the GPU has no memory for the copies."""
         starts = told.query_start_loc.cpu()
         counts = starts.diff()
         at = int(counts.argmax())

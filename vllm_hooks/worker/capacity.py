@@ -1,4 +1,4 @@
-"""Bytes of the tiers, which have compressed blocks: what blocks can take, and what vLLM must leave free for them."""
+"""Bytes of the tiers, which hold compressed blocks: room for the blocks, and memory that vLLM must leave free."""
 
 import math
 from collections.abc import Callable, Collection
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 STAGING_BYTES = 32 << 20
-"""Size of each staging buffer on the GPU for stores and for prefetches."""
+"""Least size of a GPU's staging buffer for stores (pool to tier), and of one for prefetches (loads before requests)."""
 COPIES_BYTES = 128 << 20
-"""Most bytes of a rank's blocks that the CPU has gathered and not encoded yet."""
+"""Most bytes of a rank's blocks that the CPU has gathered and not encoded yet, unless one block is larger."""
 RESTORE_STAGING_BYTES = 128 << 20
-"""Size of a staging buffer for restores. It is large, because each filling costs time of the model's thread."""
+"""Least size of a staging buffer for restores: large, because each filling costs time of the model's thread."""
 RESTORE_STAGINGS = 2
 """Number of staging buffers for restores: one is filled while the other is decoded."""
 PRIMARY_BYTES = 256 << 20
-"""Least pinned RAM of a rank in front of a disk or Redis, if the codec runs on a GPU."""
+"""Least pinned RAM of a rank in front of a disk, Redis or another rank's tiers, if the codec runs on a GPU."""
 CPU_ENCODE_THREADS = 4
 """Number of threads that encode on the CPU for a cache on a GPU, as on a GB10. With vLLM's CPU build, 1 encodes."""
 STAGINGS_BYTES = 2 * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES
@@ -51,7 +51,7 @@ class TierBytes(NamedTuple):
         """Return the bytes that blocks of these sizes can surely take.
 
         With several sizes, a part of each tier stays free, so that free extents stay large. With two tiers, room for
-        one block stays free, because no block is half in either tier.
+        one block stays free, because no block is split between the tiers.
         """
         device, host = (tier - tier % GRANULE for tier in self)
         if len(sizes) > 1:
@@ -64,7 +64,7 @@ def usable_nbytes(vllm_config: "VllmConfig", store: TiersConfig, ranks: int, sha
     if store.places[-1] == "disk":
         return disk.usable(store.max_bytes // ranks) * ranks
     sizes = {nbytes // ranks for nbytes in shape.sizes}
-    if not is_on_gpu(vllm_config) or store.is_lasting:  # else free extents must stay large
+    if not is_on_gpu(vllm_config) or store.is_lasting:  # only a GPU's tiers need large free extents
         sizes = {max(sizes)}
     return TierBytes.of_a_rank(store, ranks).usable(sizes) * ranks
 
@@ -103,7 +103,7 @@ def share_memory(vllm_config: "VllmConfig") -> None:
         )
     if cache.kv_cache_memory_bytes:
         raise ConfigError(
-            "memory_bytes leaves the KV pool what is left of it, but --kv-cache-memory-bytes (or "
+            "memory_bytes decides the size of the KV pool, but --kv-cache-memory-bytes (or "
             "VLLM_CPU_KVCACHE_SPACE) gives the pool a size: use one of them"
         )
     tiers = config.tiers

@@ -13,8 +13,8 @@ from manthan.manager.tiers.tier import Buffer
 class Codecs:
     """Codecs of a rank, all on one device.
 
-    by_group: codecs by KV cache group. The configured codec is the first of each group. The first group is the main
-    group, whose block hashes make up sessions.
+    by_group: codecs by KV cache group, the group's configured codec first. The first group is the main group, whose
+    block hashes make up sessions.
     """
 
     def __init__(self, by_group: Mapping[int, Sequence[PagedCodec]]) -> None:
@@ -40,7 +40,7 @@ class Codecs:
         return next(codec for codec in self.by_group[group] if self.number(codec) == number)
 
     def look_into(self, group: int, buf: Buffer) -> tuple[int, int, int, int] | str:
-        """Return number of exact tokens, position of the first token, mark and codec number from a block's header.
+        """Return, from a block's header, number of exact tokens, first token's position, mark (`Mark`), codec number.
 
         Return the cause of a failure if the header is bad. Decoding later compares the whole header with these numbers.
         """

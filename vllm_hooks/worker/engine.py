@@ -1,4 +1,4 @@
-"""Base class, and threads, of the engines, which move blocks between a rank's paged cache and the tiers."""
+"""Base class and threads of the engines, which store a rank's KV blocks compressed in tiers, and load them back."""
 
 import multiprocessing
 import os
@@ -38,8 +38,8 @@ class CancelledError(Exception):
 class Ended(NamedTuple):
     """Ended loads, for vLLM. requests: ids of requests whose load ended.
 
-    failed: ids of the requests among these whose whole load counts as failed. bad_blocks: ids of blocks not loaded for
-    the rest of the requests.
+    failed: ids of the requests among these whose whole load counts as failed. bad_blocks: ids of the pool's blocks that
+    the loads of the other requests did not fill.
     """
 
     requests: set[str]
@@ -49,7 +49,7 @@ class Ended(NamedTuple):
 
 @dataclass(eq=False)
 class Storing:
-    """Store under way. nbytes, failed, inner: as in `TransferResult`. left: number of unanswered blocks."""
+    """Store under way. nbytes, failed, inner: as in `TransferResult`. left: number of blocks without an outcome yet."""
 
     job: Transfer
     nbytes: NDArray[np.int64] = field(init=False)
@@ -65,9 +65,9 @@ class Storing:
 class Engine:
     """Takes jobs (transfers), does them in the background, and reports ended jobs.
 
-    The base class is used until vLLM has allocated the KV cache. The model's thread makes all calls but `read`. No
-    method waits unless its docstring says so. An engine overrides `_load` and `_store`, which begin a job to be
-    answered later. If they raise, the job is refused.
+    The base class is used until vLLM has allocated the KV cache. The model's thread calls all public methods but
+    `read`. No method waits unless its docstring says so. An engine overrides `_load` and `_store`, which begin a job to
+    be answered later. If they raise, the job is refused.
 
     Args:
         fails_whole: True if one bad block fails a request's whole load; False if the blocks before it count as loaded.
@@ -89,7 +89,7 @@ class Engine:
         self._ended = Ended(set(), set(), set())
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
-        """Obey a step's resets and drops, then begin the step's loads."""
+        """Obey a step's orders as `_prepare` says, then begin the step's loads."""
         self._begun.clear()
         self._open_all(metadata.loads)
         self._prepare(metadata)
@@ -141,7 +141,7 @@ class Engine:
             return taken
 
     def take_report(self) -> ManthanWorkerMetadata | None:
-        """Return results, and stores gathered, since the last call, for the scheduler half; None if there are none."""
+        """Return results and ids of gathered stores since the last call, for the scheduler half; None without any."""
         with self._lock:
             taken, self._report = self._report, ManthanWorkerMetadata()
             return taken if taken.results or taken.gathered else None
@@ -154,7 +154,7 @@ class Engine:
                 self._refuse(job, "internal")
 
     def fail_requests(self, blocks: Mapping[str, Sequence[int]]) -> None:
-        """End loads that vLLM waits for, but for which there is no job. blocks: ids by request id."""
+        """End loads that vLLM waits for, but for which there is no job. blocks: the pool's block ids by request id."""
         for request_id, block_ids in blocks.items():
             self._open.setdefault(request_id, set())
             self._end(request_id, -1, block_ids)
@@ -190,7 +190,7 @@ class Engine:
         self._answer(TransferResult(storing.job.job_id, storing.nbytes, storing.failed, seconds, storing.inner))
 
     def _refuse(self, job: Transfer, cause: str) -> None:
-        """Answer a job that has not begun as failed."""
+        """Answer that a job has failed before it began."""
         if job.direction == "store":
             self._gathered(job)
         self._answer(TransferResult.refused(job, cause))
@@ -248,7 +248,7 @@ def cause_of(error: Exception) -> str:
 
 
 class JobThreads:
-    """Threads that take jobs in the order of submission. An exception of a job is logged.
+    """Threads that take jobs, here functions, in the order of submission. An exception of a job is logged.
 
     cpus: CPUs that the threads may run on; empty for the CPUs of the creating thread.
     """

@@ -1,4 +1,4 @@
-"""Engine on the CPU's cores: separate threads gather, encode, store, read and decode blocks."""
+"""Engine on the CPU's cores: threads encode KV blocks into tiers (RAM, disk, Redis), and decode blocks for loads."""
 
 import threading
 import time
@@ -32,8 +32,8 @@ BATCH = 16
 class Gathering(Storing):
     """Store whose blocks a thread gathers, which means: copies from the paged cache.
 
-    store: tiers for the blocks. cancelled: set to end the store. is_begun: True once the first blocks are being
-    gathered. is_given_up: True if no more blocks may be gathered, because requests need them.
+    store: tiers for the blocks. cancelled: set to end the job. is_begun: True once the first blocks are being gathered.
+    is_given_up: True if no more blocks may be gathered, because requests need them.
     """
 
     store: Tier
@@ -45,14 +45,14 @@ class Gathering(Storing):
 class CpuEngine(Engine):
     """Engine that encodes on the CPU's cores, for a cache in the CPU's memory or a GPU's.
 
-    Requests' loads and prefetches (loads without a request) have separate threads, so that neither waits behind stores.
-    A store gathers its blocks before encoding begins, so that the pool may soon reuse them.
+    Stores, requests' loads, and prefetches (loads without a request) have separate threads, so that none waits for the
+    others. A store gathers blocks ahead of their encoding, so that the pool may soon reuse the blocks.
 
     Args:
         blocks: by KV cache group, formats and paged memory.
         store: the rank's tiers.
         encode_threads: number of threads that encode.
-        device: device of the cache. On a GPU, each job has a new stream, which waits for the model's work so far.
+        device: device of the cache. On a GPU, jobs use new streams, which wait for the model's work before the job.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CpuEngine(Engine):
         self._device = device
         cpus = allowed_cpus() if device.type == "cpu" else set()
         self._cancelled = threading.Event()
-        """Set to cancel the jobs that began since the last reset."""
+        """Set to cancel the jobs submitted since the last reset."""
         self._ungathered: list[Gathering] = []
         self._staged = 0
         """Bytes of blocks gathered and not encoded yet: COPIES_BYTES at most, or a single larger part of a store."""
@@ -170,7 +170,7 @@ class CpuEngine(Engine):
             self._lock.notify_all()
 
     def _encode(self, gathering: Gathering, start: int, part: Transfer, copies: Copies) -> None:
-        """Encode some of a store's blocks, from index `start` on, and put them into the tier together."""
+        """Encode some of a store's blocks, from index `start` on, and put them into the tiers together."""
         blocks, store, keys = self.blocks[part.group], gathering.store, part.block_hashes
         sizes: dict[int, Sequence[int]] = {}
         try:
@@ -220,7 +220,7 @@ def model_event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def behind(model: torch.cuda.Event | None, device: torch.device) -> torch.cuda.StreamContext:
-    """Return a context with a new stream that waits for event `model`; a context that changes nothing for None."""
+    """Return a context with a new stream that waits for event `model`; without an event, one that changes nothing."""
     stream = None
     if model is not None:
         stream = torch.cuda.Stream(device)

@@ -26,14 +26,14 @@ from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus
 logger = init_logger("vllm.manthan.worker")
 
 BATCH, BATCHES = 16, FIRST_BLOCKS // 16
-"""Number of blocks measured together, and number of such measurements for the first verdict. Later verdicts use up to
-2 * BATCHES measurements."""
+"""Number of blocks measured together, and number of such measurements for the first `Verdict`. Each later measurement
+gives a verdict on the last 2 * BATCHES measurements at most."""
 COMPILE_S = 300.0
 """Most seconds that the server waits for the compilation of kernels before it reports that it is ready."""
 A_STEP = 4
 """Most blocks measured from one step before the first verdict, so that several sessions contribute."""
 EVERY = 1000
-"""After the first verdict, one block in EVERY stored blocks is measured."""
+"""After the first verdict, at most one in EVERY stored blocks is measured."""
 LEAST_PROMPT = 128
 """Least tokens of a step whose time counts as the computation of a prompt."""
 TIMED_STEPS = 32
@@ -70,7 +70,7 @@ class RankGuard:
         self._prompts = Prompts(device)
 
     def warm_up(self) -> None:
-        """With a GPU, begin to compile the CPU's kernels, while vLLM warms up. On a CPU the engine has done that."""
+        """Begin to compile the guard's kernels, which run on the CPU. If the cache is in RAM, the engine did so."""
         if self._device.type != "cpu":
             target = partial(self._compile, self._formats)
             self._warm_up = threading.Thread(target=target, name="manthan-warm-up", daemon=True)
@@ -84,7 +84,7 @@ class RankGuard:
                 logger.warning("Manthan: the guard's kernels were not compiled in %g s.", COMPILE_S)
 
     def _compile(self, formats: Sequence[BlockFormat]) -> None:
-        """Compile into numba's cache in another process, because compiling holds Python's lock; then load them."""
+        """Compile kernels in another process, as compiling holds Python's lock, and load them from numba's cache."""
         names = [format.codec for format in formats]
         command = [sys.executable, "-m", precompile.__name__, formats[0].shape.dtype.name, *names]
         with suppress(subprocess.TimeoutExpired):
@@ -98,7 +98,7 @@ class RankGuard:
         self._prompts.begin(metadata.tokens)
 
     def submit(self, jobs: Sequence[Transfer]) -> None:
-        """Copy some blocks of these stores, on the model's stream. Once BATCH blocks are copied, measure them."""
+        """Copy some blocks of these stores, on the model's stream. Have the thread measure each BATCH copied blocks."""
         self._prompts.end()
         group, tokens = self._formats[0].group, self._formats[0].shape.tokens
         ours = [(job, at) for job in jobs if job.group == group for at in range(len(job))]
@@ -122,7 +122,7 @@ class RankGuard:
             return taken
 
     def take_progress(self) -> dict[int, int]:
-        """Return this rank and its number of blocks taken for the first verdict; empty if the number did not change."""
+        """Return this rank and its number of blocks taken for the first verdict; empty after it, or if unchanged."""
         with self._lock:
             blocks = len(self._samples) + BATCH * (len(self._found) + self._is_busy)
             if self._was_judged or blocks == self._told:
@@ -145,7 +145,6 @@ class RankGuard:
             self._verdicts, self._samples, self._was_judged = [], [], False
 
     def shutdown(self) -> None:
-        """Wait for the measurement under way."""
         self._threads.shutdown()
 
     def _measure(
@@ -186,7 +185,7 @@ class RankGuard:
 
 
 class Prompts:
-    """Times steps. seconds: for a prompt's token, the least of the first TIMED_STEPS large steps; 0 until known."""
+    """Times large steps. seconds: least seconds for a token in the first TIMED_STEPS large steps; 0 until known."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cpu = device.type == "cpu"

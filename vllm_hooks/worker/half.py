@@ -1,4 +1,8 @@
-"""Worker half of the connector: makes the engine and the tiers once vLLM has allocated the KV cache."""
+"""Worker half of the connector: makes a rank's parts once vLLM has allocated the KV cache.
+
+Tiers hold compressed blocks. The engine moves blocks between the cache and the tiers. The guard measures the loss of
+codecs. The calibrator makes a profile: transforms and tables of a codec for one model.
+"""
 
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -59,8 +63,8 @@ class GroupCache:
         layers: memory of the layers that the codec encodes; of all layers if the group is stored as bytes.
         forms: formats of the compressed blocks: of the group's codec, then of the finer codecs that the guard may use.
         exacts: possible counts of exact (losslessly stored) tokens at the begin of a block.
-        beside: memory of the group's remaining layers, which are stored as bytes.
-        rope: RoPE of the keys; None if unknown, or for latents.
+        beside: memory stored as bytes in the same compressed blocks: of further layers, or of latents' scales.
+        rope: RoPE of the keys; None if unknown, or if the codecs must not use RoPE, as for latents.
     """
 
     layers: list[Layer]
@@ -81,7 +85,7 @@ class GroupCache:
 
     @property
     def measured(self) -> tuple[PagedMemory, list[BlockFormat]]:
-        """Memory and formats for the guard: without layers stored as bytes, unless these have the latents' scales."""
+        """Memory and formats for the guard. Bytes of further layers are left out, unless they have latents' scales."""
         if self.shape.is_raw or (self.shape.scales and self.shape.scales.place):
             return self.memory, [*self.forms]
         forms = [form.without_bytes() for form in self.forms]
@@ -111,13 +115,13 @@ def running_half() -> "WorkerHalf":
 
 
 def get_ready(worker: Any) -> None:
-    """Wait in a worker until the guard's kernels are compiled. Only then does the server report that it is ready."""
+    """Wait in a worker for the guard's kernels; see `RankGuard.wait`. Only then the server reports that it is ready."""
     if (guard := running_half().guard) is not None:
         guard.wait()
 
 
 def groups_of_worker(worker: Any) -> Groups:
-    """Return the KV cache groups, as bytes where this worker found no layout; see `WorkerHalf._is_found`."""
+    """Return the KV cache groups. Those without a layout known here are stored as bytes: see `WorkerHalf._is_found`."""
     return running_half().groups
 
 
@@ -129,7 +133,7 @@ class WorkerHalf:
         self._know_groups()
         self.engine = Engine()
         self.guard: RankGuard | None = None
-        """Measures the codec; None if `codec.guard` is off."""
+        """Measures codecs; None if `codec.guard` is off."""
         self.calibrator: Calibrator | None = None
         self._candidate: Candidate | None = None
         self._server: PeerServer | None = None
@@ -181,9 +185,9 @@ class WorkerHalf:
                 self.calibrator = Calibrator(self._vllm_config, self.groups.main, main.rope, device, offer)
 
     def _offer(self, profile: Profile, namespace: str, cache: GroupCache) -> None:
-        """Save a profile made from traffic, and have the guard try it. Called on the calibrator's thread.
+        """Save a profile made from traffic, and have the guard measure its codec. Called on the calibrator's thread.
 
-        cache: of the main group. namespace: see `fingerprint`. Raises UnsupportedError without enough free memory.
+        cache: the main group's. namespace: see `fingerprint`. Raises UnsupportedError without enough GPU memory.
         """
         group, path = self.groups.main, Path(settings(self._vllm_config)[CALIBRATES]).with_suffix(f".{os.getpid()}")
         profile.save(path)
@@ -206,7 +210,7 @@ class WorkerHalf:
         free, needed = torch.cuda.mem_get_info()[0], device_nbytes(profile)
         if free < needed:
             raise UnsupportedError(
-                f"it takes {human_bytes(needed)} of the GPU's memory, and {human_bytes(free)} are free: lower "
+                f"a profile takes {human_bytes(needed)} of the GPU's memory, and {human_bytes(free)} are free: lower "
                 "--gpu-memory-utilization."
             )
         self.engine.add(self.groups.main.index, *cache.paged_codecs([form]))
@@ -217,7 +221,7 @@ class WorkerHalf:
         return taken
 
     def of_this_rank(self, metadata: ManthanMetadata) -> ManthanMetadata:
-        """Return the message with counts and positions of tokens replaced by those of this rank's states.
+        """Return the message, its tokens' counts and positions replaced by counts and positions of this rank's states.
 
         A state is a layer's entry in the cache. With context parallelism a rank has only some tokens' states. In some
         layers a state is of several tokens.
@@ -263,7 +267,7 @@ class WorkerHalf:
         return True
 
     def _cache(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor], namespace: str) -> GroupCache:
-        """Return the cache of a group. namespace: of a disk or Redis, see `fingerprint`. Raises ConfigError."""
+        """Return a group's cache. namespace: of a disk or Redis, or empty; see `fingerprint`. Raises ConfigError."""
         config, layers = self._config.codec, self._layers(group, kv_caches)
         beside = self._layers(group.beside, kv_caches) if group.beside else ()
         is_main = group.index == self.groups.main.index
@@ -297,7 +301,7 @@ class WorkerHalf:
             raise ConfigError(str(error)) from None
 
     def _engine(self, groups: Mapping[int, GroupCache], store: Tier | None, keeps: bool) -> Engine:
-        """Return the engine: on the GPU; or on the CPU's cores, for a cache in the CPU's memory or a GPU's.
+        """Return an engine that encodes on the GPU, or on the CPU's cores if `codec_backend` says so.
 
         groups: the main group first. store: tiers that outlive the engine, or that another rank has; None without
         either. keeps: see Engine.
@@ -312,7 +316,7 @@ class WorkerHalf:
 
             if store is not None:
                 tier_bytes = TierBytes(0, max(front, PRIMARY_BYTES))
-            last = None if codec.guard or store is not None else 1  # an earlier engine may have used a finer codec
+            last = None if codec.guard or store is not None else 1  # `store` may have finer blocks
             codecs = {index: each.paged_codecs(each.forms[:last]) for index, each in groups.items()}
             on_device = Slab.on_device(tier_bytes.device, device) if tier_bytes.device else None
             on_host = Slab.pinned(tier_bytes.host, device) if tier_bytes.host else None
@@ -332,9 +336,9 @@ class WorkerHalf:
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:
-    """Return "cuda" or "numpy": `wanted`, or if that is "auto" the choice for the KV cache's device.
+    """Return "cuda" or "numpy": `wanted`, or if `wanted` is "auto", the choice for the KV cache's device.
 
-    If a GPU shares the CPU's memory (GB10), the CPU encodes, so that the model has the GPU alone.
+    With "auto" the CPU encodes if a GPU shares the CPU's memory (GB10), so that the model has the GPU alone.
     """
     if wanted != "auto":
         return wanted
@@ -343,7 +347,7 @@ def codec_backend(wanted: str, device: torch.device) -> str:
 
 
 def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCodec:
-    """Return a GPU's codec for a format. Raises UnsupportedError for a missing codec, or if kernels are unusable."""
+    """Return a GPU's codec for a format. Raises UnsupportedError for a codec without usable kernels."""
     from manthan.codec.gpu.k3v3_codec import K3v3PagedCodec
     from manthan.codec.gpu.klt_codec import KltPagedCodec
     from manthan.codec.gpu.nvrtc import CompileError

@@ -1,4 +1,4 @@
-"""Layout of keys and values, or latents (MLA), inside a block, found by a probe of the attention backend.
+"""Layout of keys and values, or latents (MLA), inside a KV block, found by a probe of the attention backend.
 
 At start, the backend's own operation writes each element's index into a block that nothing uses yet. Each write has one
 digit of the indices in base 256, because every dtype but fp8 holds 0 to 255 exactly. For fp8, each write has one bit.
@@ -24,15 +24,15 @@ Index = NDArray[np.int64]
 SCRATCH_BLOCK = 1  # block 0 is vLLM's null block; no request owns any block yet
 ONE = 16.0
 """Number written for a bit of 1 in fp8. Divided by any usual scale of a layer, the number does not become 0."""
-NOWHERE: Index = np.empty(0, np.int64)  # positions in blocks that are stored as bytes
+NOWHERE: Index = np.empty(0, np.int64)  # for layers stored as bytes: no positions are known
 
 
 class Layer(NamedTuple):
     """Cache of a layer, and the positions of a block's keys and values.
 
-    rows: [blocks, elements] in the order of memory; fp8 as uint8. keys, values: positions in a row, in the order head,
-    token, element. With latents, keys are of the key's part with RoPE, and values of the latents, cut into pieces
-    instead of heads.
+    rows: [blocks, elements] in the order of memory; fp8 as uint8. keys, values: positions of all their elements in a
+    row, in the order head, token, element. With latents, `keys` is of the key's part with RoPE, and `values` of the
+    latents, cut into pieces instead of heads.
     """
 
     name: str
@@ -96,7 +96,7 @@ def placed_layers(
 
 
 def rows_of(layers: Sequence[Layer], shape: BlockShape) -> list[Layer]:
-    """Return the layers with positions of bytes: each token has a row, with the latent's bytes and then RoPE's part.
+    """Return the layers with positions of bytes: each token has its latent's bytes, and then the key's part with RoPE.
 
     No probe is needed, because the layout of a shape with `BlockShape.scales` is known byte for byte.
     """
@@ -107,9 +107,9 @@ def rows_of(layers: Sequence[Layer], shape: BlockShape) -> list[Layer]:
 
 
 def paged_layout(layers: Sequence[Layer], shape: BlockShape, beside: Sequence[Layer] = ()) -> PagedLayout:
-    """Return the layout of layers for GPU kernels. Raises UnsupportedError unless vectors are at regular distances.
+    """Return the layout of layers for GPU kernels. beside: layers stored as bytes in the same compressed blocks.
 
-    beside: layers stored as bytes in the same compressed blocks.
+    Raises UnsupportedError unless vectors are at regular distances, the same in all layers.
     """
     first = layers[0]
     keys, values = _run(first.keys, shape.numbers), _run(first.values, shape.value_numbers)
@@ -140,7 +140,7 @@ def paged_layout(layers: Sequence[Layer], shape: BlockShape, beside: Sequence[La
 
 
 class _Strides(NamedTuple):
-    """Positions of vectors in a block, in elements. at: first vector's. head_stride, token_stride: distances."""
+    """Positions of vectors in a block, in elements. at: of the first. The strides lead to the next head and token."""
 
     at: int
     head_stride: int

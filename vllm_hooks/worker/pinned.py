@@ -1,10 +1,10 @@
 """Pinned RAM, which a GPU reads and writes directly. A thread pins piece by piece, so that no caller waits for all.
 
-The thread begins with the first served step. Earlier, vLLM captures CUDA graphs, and the driver would break off a
+The thread begins with the first served step. Earlier, vLLM captures CUDA graphs, and the CUDA driver would break off a
 capture if memory were pinned meanwhile.
 
 Most of the time goes to the operating system, which gives and clears pages. Huge pages (`madvise`) are 512 times fewer.
-Pages are written before the driver pins them, because a copy may need the driver's locks meanwhile.
+Pages are written before the driver pins them, so that the driver's locks, which copies need, are held for less time.
 """
 
 import mmap
@@ -31,9 +31,9 @@ PAGE, HUGE = 4096, 2 << 20
 class PinnedRam:
     """Pinned RAM. nbytes: final size. device: GPU.
 
-    Each piece is pinned separately, and the driver refuses a copy across pieces. An unused GRANULE between two pieces
-    keeps extents apart. The first piece is pinned at once, all further pieces after `start`. Raises ConfigError if the
-    first piece cannot be pinned.
+    Each piece is pinned separately, and the driver refuses a copy across pieces. An unused GRANULE behind each piece
+    keeps a block's extent from spanning two. The first piece is pinned at once, all further pieces after `start`.
+    Raises ConfigError if the first piece cannot be pinned.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class PinnedRam:
         return self._spans[: self._pinned]
 
     def start(self) -> None:
-        """Pin the remaining pieces on a thread, unless a call did so before."""
+        """Pin the remaining pieces on a thread, unless an earlier call did."""
         if self._thread is None and not self.is_whole:
             size = human_bytes(self.nbytes)
             logger.info(f"Manthan: pinning {size} of RAM for compressed blocks; pinned parts are used already")

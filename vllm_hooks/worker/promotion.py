@@ -1,4 +1,4 @@
-"""Pinned RAM as the primary tier in front of a disk or Redis, the secondary tier: brings in blocks for loads."""
+"""Primary tier of compressed blocks: pinned RAM. Loads fill it from the secondary tier: disk, Redis or another rank."""
 
 import threading
 from collections import Counter
@@ -50,7 +50,7 @@ class Primary:
     ) -> None:
         self._slab, self._look_into, self._lock, self._erase, self._keeps = slab, look_into, lock, erase, keeps
         self.pins: Counter[Name] = Counter()
-        """Number of loads that use a block. Blocks in use are not evicted."""
+        """By block, number of loads that use the block. Blocks in use are not evicted."""
 
     def evict(self, nbytes: int, count: int) -> bool:
         """Drop the least recently used blocks, if need be. Return True if `count` blocks of `nbytes` bytes have room.
@@ -66,7 +66,7 @@ class Primary:
         return arena.used <= most
 
     def begin(self, job: Transfer) -> tuple[Reading, list[bool]]:
-        """Pin a load's blocks if all are in the tier. Return the load's progress, and True for each block there."""
+        """Pin a load's blocks if all are in the tier. Return the progress, and True for each block in the tier."""
         group = job.group if self._keeps else -1 - job.job_id
         names = [(group, key) for key in job.block_hashes]
         with self._lock:
@@ -155,5 +155,5 @@ class Primary:
 
     def _pin(self, names: Sequence[Name]) -> None:
         self.pins.update(names)
-        for group, key in reversed(names):  # tails make room first
+        for group, key in reversed(names):  # a session's last blocks are evicted first
             self._slab.used(group, [key])

@@ -18,11 +18,11 @@ CHECKED = tuple(range(0, 64, 7)) + tuple(range(64, 4097, 252))
 """Positions at which the cosines and sines are compared."""
 TOLERANCE = 2.0**-6
 """Largest accepted difference of a cosine or sine. vLLM's table is in the model's dtype: bf16 rounds by up to 2**-9.
-Angles in float32 change a cosine by about 1e-3 at the last position."""
+Rounding angles to float32 changes a cosine by about 1e-3 at the last position of CHECKED."""
 
 
 def running_rope(vllm_config: VllmConfig, head_dim: int, tell: bool = True, layers: Sequence[str] = ()) -> Rope | None:
-    """Return the RoPE of some layers; None if they have no or several RoPEs, or if vLLM's tables differ.
+    """Return the RoPE of some layers; None if they have no or several RoPEs, or if vLLM's tables are not as configured.
 
     tell: True to log a warning with the reason for None. layers: vLLM's names of the layers; empty for all.
     """
@@ -52,7 +52,7 @@ def layer_type(config: Any, layers: Sequence[str]) -> str:
 
 
 def _rope_of(vllm_config: VllmConfig, module: Any, kind: str) -> Rope | None:
-    """Return the RoPE of vLLM's module; None if its table differs from the configuration. kind: see `layer_type`."""
+    """Return the RoPE of vLLM's module; None unless its table is as the configuration says. kind: see `layer_type`."""
     rotary_dim, base, table = module.rotary_dim, changed_base(module), module.cos_sin_cache
     if base is None:
         configured = Rope.of_config(vllm_config.model_config.hf_text_config, module.head_size, kind)

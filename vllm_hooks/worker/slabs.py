@@ -1,4 +1,4 @@
-"""Memory for compressed blocks if the codec runs on a GPU: pinned RAM, a region of GPU memory, and staging buffers."""
+"""Memory for compressed blocks if the codec runs on a GPU: tiers (pinned RAM, GPU memory) and staging buffers."""
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -18,19 +18,19 @@ from manthan.vllm_hooks.worker.pinned import PinnedRam
 Name = tuple[int, bytes]
 """KV cache group and block hash."""
 Places = Sequence[tuple[Extent, ...]]
-"""Extents of each block. An extent is a run of addresses in a buffer."""
+"""Extents of each of several blocks. An extent is a run of addresses in a buffer."""
 Numbers = npt.NDArray[np.int64]
 START, NBYTES, EXACT, FIRST_TOKEN, MARK, CODEC, PIECES = range(7)
-"""Rows of a tier's table, which has a column for each block: as in `Stored`, START of the first extent, and PIECES, the
-number of extents."""
+"""Rows of a tier's table, which has a column for each block. START: start of the first extent. PIECES: number of
+extents. The rows between are fields of `Stored`."""
 
 
 class Stored(NamedTuple):
-    """Encoded block in a tier.
+    """Compressed block in a tier.
 
-    extents: memory of the block; several only if no hole was large enough. exact: number of exact first tokens.
-    first_token, mark: as in the storing transfer. The header is checked against all three. codec: number of the codec,
-    see `Codecs.number`. inner: of a block with refinements, which add precision, the ends of all parts but the last.
+    extents: memory of the block; several only if no hole was large enough. exact: number of first tokens stored exact.
+    first_token, mark: as in the `Transfer` that stored the block. The header is checked against these three. codec: see
+    `Codecs.number`. inner: of a block with refinements (parts that add precision), end of each part but the last.
     """
 
     extents: tuple[Extent, ...]
@@ -43,7 +43,7 @@ class Stored(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Stored blocks of one tier handled together, with the same codec and number of exact first tokens.
+    """Consecutive stored blocks of a load, in one tier, with the same codec and number of exact first tokens.
 
     in_place: True to decode the blocks in the tier, without a staging buffer. starts, nbytes, first_tokens, marks:
     int64 [n], each block's offset in the tier, size, first token's position in the session, and mark. pieces: extents
@@ -75,7 +75,7 @@ class Run(NamedTuple):
 
 
 class Slab:
-    """Tier of a rank: encoded blocks in a buffer, least recently used first.
+    """Tier of a rank: compressed blocks in a buffer, least recently used first if the owner reports uses to `used`.
 
     codes: the buffer, uint8 [nbytes]. A byte is free, taken (a block is being written), or part of a stored block. The
     facts of a block are a column of an array, so that the facts of thousands of blocks are read at once.
@@ -167,10 +167,10 @@ class Slab:
             self._table[:, columns] = np.array(rows, np.int64).T
 
     def run(self, group: int, keys: Sequence[bytes], in_place: bool) -> Run | None:
-        """Return the run of the first block: the next blocks too, while present, of equal codec and exact count.
+        """Return the run that begins with the first block, up to an absent block, or another codec or exact count.
 
         Return None if the first block is absent. in_place: True to read blocks in the tier if possible. The run then
-        has either only blocks with one extent, read in place, or only blocks with several.
+        has either only blocks with one extent, read in place, or only blocks with several, to be copied.
         """
         columns = list(map(self._columns.get, zip(repeat(group), keys)))
         there = np.array(columns[: columns.index(None)] if None in columns else columns, np.int64)
@@ -252,7 +252,7 @@ class Slab:
 
 
 class Demotion(NamedTuple):
-    """Block that moves from the device to the host to make room. Its `nbytes` bytes are still to be copied."""
+    """Block that moves from GPU memory to pinned RAM to make room. Its `nbytes` bytes are still to be copied."""
 
     name: Name
     source: tuple[Extent, ...]
@@ -271,9 +271,9 @@ class Taken(NamedTuple):
 class Slabs:
     """Tiers of a rank, fastest first: GPU memory (device), pinned RAM (host), or GPU memory with RAM behind.
 
-    New blocks go to the first tier. When the device is full, the least recently used blocks move to the host. If the
-    move frees too little, because the rest is still being written, new blocks go to the host at once. The manager never
-    reserves more than `TierBytes.usable` bytes of both together.
+    New blocks go to the first tier. When the device is full, the least recently used blocks move to the host. If no
+    block can move, because all are still being written, new blocks go to the host at once. The manager never reserves
+    more than `TierBytes.usable` bytes of both together.
     """
 
     def __init__(self, device: Slab | None, host: Slab | None) -> None:
@@ -323,7 +323,7 @@ class Slabs:
             tier.clear()
 
     def _demote(self, demotions: list[Demotion]) -> bool:
-        """Move the device's least recently used block to the host. Return False without a block or room there."""
+        """Move the device's least recently used block to the host. Return False without such a block, host or room."""
         if self.host is None or self.host is self.first or (name := self.first.oldest()) is None:
             return False
         stored = self.first.stored(name)
@@ -366,7 +366,7 @@ def pieces(sources: Places, targets: Places, nbytes: Sequence[int]) -> torch.Ten
 
 
 def _pieces(source: tuple[Extent, ...], target: tuple[Extent, ...], left: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the copies that move one block. Each copy ends where an extent of the source or the target ends."""
+    """Yield the copies that move one block. Each ends with an extent of the source or the target, or with the block."""
     froms, tos = iter(source), iter(target)
     (at, here), (to, there) = next(froms), next(tos)
     while left:

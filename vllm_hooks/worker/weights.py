@@ -25,9 +25,9 @@ THREADS = 4
 class Loaded:
     """Weights read by loaders for the models of an engine in this process.
 
-    Every rank reads all tensors of the files, so that the digest is the same for every number of ranks. For a model
-    whose loader bypasses `load_weights`, the digest is of the model's tensors. If a tensor cannot be read, no other
-    engine has the same digest.
+    Every rank reads all tensors of the files, unless --enable-ep-weight-filter is set. The digest is therefore the same
+    for every number of ranks. If a loader bypasses `load_weights`, the digest is of the model's tensors. If a tensor
+    cannot be read, no other engine has the same digest.
     """
 
     def __init__(self) -> None:
