@@ -4,8 +4,7 @@ S. P. Lloyd, "Least squares quantization in PCM", IEEE Trans. Inf. Theory 28 (19
 distortion", IRE Trans. Inf. Theory 6 (1960). The encoded size is fixed. At equal size, predictions of a real model
 diverge less than a quarter as much with the codec `wht-5x`. `k3v3` is of no use for keys that have a large mean.
 
-A section is some of a KV block's numbers, such as the keys of all layers. Encoded section of n vectors of D = head_dim
-numbers, little-endian:
+Encoded section (such as all keys of a KV block) of n vectors of D = head_dim numbers, little-endian:
 
     | n scales, bf16 | pad to 16 | vector 0: 3 bit planes | vector 1: 3 bit planes | ... | pad to 16 |
 

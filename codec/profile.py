@@ -49,8 +49,8 @@ class Group:
     transform: float16 [C, C], columns of length 1. Components y decode to y @ (transform * scale) + mean.
     tables: uint8 [C], the index of each component's table; see `manthan.codec.tables.levels`.
     center, deviations: float32 [C]. Standardized numbers are (x - center) / deviations.
-    weigher: float32 [C + C / head_dim + 1], from standardized numbers, the log energies of heads, and 1 to a token's j.
-        Steps for the token are 2**(j / 3) times as wide.
+    weigher: float32 [C + C / head_dim + 1], of a regression from standardized numbers, log energies of heads, and 1 to
+        a token's j. The token's steps are 2**(j / 3).
     errors: int8 [C], 3 * log2 of the deviation of errors at the finest lossy level and j = 0, in units of 2**-`points`.
     """
 

@@ -1,9 +1,8 @@
 """Codec, without calibration: rotates keys and values, rounds them to whole steps and encodes the integers by rANS.
 
-A section is the keys or the values of a compressed KV block. Below are the layout of an encoded section, and the
-arithmetic, which is equal bit for bit on CPUs and GPUs. docs/codec.md explains both. An entropy coder behind a uniform
-quantizer is within a quarter bit of the optimum (Gish and Pierce, "Asymptotically efficient quantizing", 1968). Keys
-are turned back by RoPE first, as before RoPE in the model (Hooper et al., KVQuant, 2024).
+A section is the keys or values of a compressed KV block. Below are its layout, and the arithmetic, which is equal bit
+for bit on CPUs and GPUs; docs/codec.md explains both. An entropy coder behind a uniform quantizer is within a quarter
+bit of the optimum (Gish and Pierce, 1968). Keys are encoded as they were before RoPE (Hooper et al., KVQuant, 2024).
 
 A run is the keys, or the values, of one head in one layer of a section: T vectors of D numbers at positions p. A row is
 the runs of a layer. All is in float32, without fused multiply-add; `manthan.codec.base` defines fold, a sum, and
@@ -104,7 +103,7 @@ LIMITS: npt.NDArray[np.float64] = DEVIATIONS[:-1] * DEVIATIONS[1:] + 1 / 12
 
 @dataclass(frozen=True)
 class WhtPreset:
-    """Preset: a step for all keys of a layer, and one for each value vector.
+    """Preset: a step for all keys of a layer, and a step for each value vector.
 
     Args:
         name: name in the configuration and in encoded blocks.

@@ -1,16 +1,15 @@
 """Driver of a SessionManager. vLLM's scheduler or the simulator calls it for requests, steps and transfers' results.
 
-A store compresses KV blocks of vLLM's pool and saves them in tiers, such as RAM or a disk. A load brings saved blocks
-back; a prefetch is a load before a request comes. A lossy block has KV decoded by a lossy codec (DECODED), or computed
-behind such KV (DERIVED). A session is a list of block hashes of the main KV cache group.
+A store compresses KV blocks of vLLM's pool and saves them in tiers, such as RAM or a disk. A load brings them back; a
+prefetch is a load before a request comes. A lossy block has KV decoded by a lossy codec (DECODED), or computed behind
+such KV (DERIVED). A session is a list of block hashes of the main KV cache group.
 
     a request   started -> matched (how much can be loaded?) -> admitted -> loading -> ... -> finished
     each step   step: due sessions, memory pressure, stores, drops, prefetches
     results     gathered: id of a store, from each storing rank. answered: a transfer's result, from each rank in it
 
 A rank has gathered a store when the rank has read the store's blocks from the pool, or failed to. Once all storing
-ranks have, the pool gets the blocks back. A resume point is a length of a session at which every KV cache group has the
-blocks needed to continue. The driver does no I/O, never waits, and reads no clock.
+ranks have, the pool gets the blocks back. The driver does no I/O, never waits, and reads no clock.
 """
 
 from collections import Counter
@@ -569,10 +568,7 @@ class Driver:
     # -- after an error -------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Give back the blocks of stores and prefetches that no worker knows.
-
-        The SessionManager is not called, because its tables may be wrong after an error.
-        """
+        """Give back blocks of stores and prefetches that no worker knows. Leave the SessionManager: it may be wrong."""
         for job in chain(self._granted, self._ordered.stores):
             if (store := self._stores.pop(job.job_id, None)) is not None:
                 self._let_go(store)

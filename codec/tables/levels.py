@@ -47,10 +47,7 @@ def coarser(magnitudes: Whole) -> list[Whole]:
 
 @cache
 def _masses() -> tuple[Doubles, Doubles]:
-    """Return probability and mean of each magnitude's interval at the finest level, [tables, magnitudes].
-
-    For a probability below 1e-12 the magnitude itself stands for the mean.
-    """
+    """Return probability and mean of each magnitude's interval at the finest level, [tables, magnitudes]."""
     most = (LARGEST + 1) * STEPS[0]
     edges = np.maximum(np.arange(most + 1) - 0.5, 0)
     masses, means = [], []

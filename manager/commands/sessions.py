@@ -138,7 +138,7 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
 
 
 def measuring(store: Mapping[str, Any]) -> str:
-    """Return how far the guard has measured the configured codec, which is not used until then; empty after that.
+    """Return how far the guard has measured the configured codec, which is used only after that; empty once measured.
 
     Args:
         store: field `store` of the API's state.

@@ -110,7 +110,7 @@ def resolve_config(
         _warn_once(f"Manthan: the environment variable {variable} is unknown and ignored{hint}")
     if config.idle.after_s > LONG_UNSAVED_S:
         _warn_once(
-            f"Manthan: idle.after_s is {config.idle.after_s:g}: until then a session is not saved, and "
+            f"Manthan: idle.after_s is {config.idle.after_s:g}: a session that was idle for less is not saved, and its "
             "overwritten blocks are computed again"
         )
     keys = [*FIELDS, *(f"policy.{option}" for option in config.policy.options)]
