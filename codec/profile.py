@@ -78,7 +78,7 @@ class Group:
 
     @cached_property
     def forward(self) -> Floats:
-        """Transform to components, [C, C]. Raises ProfileError if there is none."""
+        """Transform to components, [C, C]. Raises ProfileError if `transform` cannot be inverted."""
         try:
             found = np.linalg.inv(self.transform.astype(np.float64))
         except np.linalg.LinAlgError:
@@ -276,7 +276,7 @@ def _digest(metadata: Mapping[str, Any], tensors: Any) -> str:
 
 
 def _header(content: bytes) -> dict[str, str]:
-    """Metadata of a safetensors file, left out by the package's reader of bytes."""
+    """Return the metadata of a safetensors file, which the package's reader of bytes leaves out."""
     size = int.from_bytes(content[:8], "little")
     found: dict[str, str] = json.loads(content[8 : 8 + size])["__metadata__"]
     return found

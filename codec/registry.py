@@ -47,7 +47,7 @@ PRESETS: dict[str, Preset] = {**WHTS, **KLTS, K3V3.name: K3V3}
 
 
 def finer_codecs(name: str) -> list[str]:
-    """Return the codecs to try, coarsest first, if a codec turns out to lose too much on the model served."""
+    """Return the codecs to try, coarsest first, if codec `name` turns out to lose too much on the model served."""
     without_profile = [WHT] if needs_profile(name) else []  # its profile may not fit the served prompts
     return [] if name in (FALLBACK, EXACT) else [*without_profile, FALLBACK]
 

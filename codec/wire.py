@@ -1,4 +1,4 @@
-"""Compressed block, version 1: a KV block as stored in RAM, on a disk or in Redis, with all that is needed to trust it.
+"""Compressed block, version 1: a KV block as stored (in RAM, on a disk, in Redis), with all that is needed to trust it.
 
     | header, 128 bytes | an entry of 64 bytes for each section | section | section | ... | refinement | ... |
 
@@ -285,7 +285,7 @@ FIELD_ENDS = (
     ("key", HEADER.size),
     ("size", HEADER.size + ENTRY.size * SECTIONS_MAX),
 )
-"""Causes of refusal by the wrong byte of a header: each holds up to before its offset."""
+"""Causes of refusal for a wrong byte of header or entries. Each covers the bytes up to before its offset."""
 
 
 def _front(data: Codes) -> Front:
@@ -334,7 +334,7 @@ def _check(header: BlockHeader, sizes: Sequence[int]) -> None:
 
 
 def _ends(data: Codes, base: int) -> list[int]:
-    """Return the ends of the base and of the refinements up to the first with a wrong front. base: end of the base."""
+    """Return the ends of the base and of the refinements before the first with a wrong front. base: its end."""
     ends = [base]
     while data.size >= (body := ends[-1] + REFINEMENT.size):
         number, size, _ = REFINEMENT.unpack_from(data.data, ends[-1])

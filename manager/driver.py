@@ -1,6 +1,6 @@
-"""Driver of a SessionManager. vLLM's scheduler or the simulator calls it for requests, steps and transfers' results.
+"""Driver between vLLM's scheduler, or the simulator, and a SessionManager, which decides what KV is saved and loaded.
 
-A store compresses KV blocks of vLLM's pool and saves them in tiers, such as RAM or a disk. A load brings them back; a
+A store compresses KV blocks of vLLM's pool and saves them in tiers, such as RAM or a disk. A load brings KV back; a
 prefetch is a load before a request comes. A lossy block has KV decoded by a lossy codec (DECODED), or computed behind
 such KV (DERIVED). A session is a list of block hashes of the main KV cache group.
 
@@ -43,7 +43,7 @@ If this number, plus that of blocks being stored, is below the low watermark, bl
 BURSTS = 1.5, 2.5  # both watermarks as multiples of the burst: the most blocks that requests took in a recent step
 BURST_DECAY = 127 / 128  # factor on the burst in a step in which requests take some blocks, but fewer than the burst
 RUNNING_S = 0.1  # seconds until the next look for blocks to save, after a look found none
-LED = 256  # number of saved blocks to put into the policy's order at a time; more if more were overwritten since
+LED = 256  # saved blocks to put into the policy's order at a time; more if more were overwritten since the last time
 WINDOW_SHARE = 16  # stores of free blocks begin only while stores reference fewer than 1 / WINDOW_SHARE of the pool
 
 
@@ -64,7 +64,7 @@ class Driver:
         ranks: number of ranks, each of which answers every load.
         storing: number of ranks that gather and answer every store; None for all. Other ranks keep no blocks.
         low, high: watermarks, as shares of the pool; see LOW_WATERMARK.
-        bursts: low and high, as multiples of the burst; see BURSTS. The higher counts of two low (or high) watermarks.
+        bursts: multiples of the burst, see BURSTS. A watermark is the larger of its share of the pool and its multiple.
         fronts: fast tiers in front of the last tier, the fastest first.
         prefetch_lead_s: seconds from a prefetch to the session's expected request; None for no prefetches.
         redis: finds other engines' sessions and blocks, and publishes this engine's own; None without Redis.
@@ -72,7 +72,7 @@ class Driver:
         guard: chooses the codec; None for the configured codec.
         again: number of blocks at the end of a prefix cache hit that vLLM computes again, as with EAGLE.
         last_tokens: number of prompt tokens that vLLM computes on a full hit.
-        weigh: returns the bytes that a block takes of the whole budget, from its bytes on each rank.
+        weigh: returns the bytes that a block takes of the tiers' whole budget, from its bytes on each rank.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Driver:
 
         Args:
             resident: number of the prompt's first blocks that vLLM found in the pool.
-            usable: number of the prompt's first blocks that may be found; see `usable`.
+            usable: number of the prompt's first blocks that may be found; see the method `usable`.
             blocks: number of pool blocks that the request needs in all, of all groups.
         """
         if self._redis is not None:
@@ -213,7 +213,7 @@ class Driver:
         request.lossy += self._lossy_tokens([[*first, *behind] for first, behind in zip(decoded, derived, strict=True)])
 
     def computed(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Mark the blocks that a request has computed behind lossy blocks as DERIVED. Leave loaded blocks alone."""
+        """Mark as DERIVED the blocks that a request has computed behind lossy blocks. Leave loaded blocks alone."""
         request = self._requests.get(request_id)
         if request is not None and request.lossy:
             marks = self._pool.marks
@@ -226,7 +226,7 @@ class Driver:
             request.computed = max(request.computed, blocks)
 
     def asker(self, request_id: str) -> Asker | None:
-        """Return `Request.asker` of the request; None if the request takes exact KV only, or is unknown."""
+        """Return `Request.asker`, the owner of the request's session; None if unknown, or if only exact KV will do."""
         request = self._requests.get(request_id)
         return None if request is None else request.asker
 
@@ -242,7 +242,7 @@ class Driver:
 
         Args:
             resident, end: bounds of the prompt's blocks found in tiers, from `resident` to before `end`.
-            block_ids: ids of the main group's blocks to load into; without the last `again` blocks.
+            block_ids: ids of the main group's blocks to load into; none for the last `again` of the found blocks.
             beside: for each further KV cache group, its index, block hashes, and ids of blocks to load into.
         """
         request, manager = self._requests[request_id], self.manager
@@ -267,7 +267,7 @@ class Driver:
         request.lossy += self._lossy_tokens([job.block_ids.tolist() for job in jobs])
 
     def _lossy_tokens(self, block_ids: Iterable[Sequence[int]]) -> int:
-        """Return the number of lossy tokens: of the group with most lossy blocks. block_ids: a list for each group."""
+        """Return the number of lossy tokens, by the group with most lossy blocks. block_ids: a list for each group."""
         lossy = (len(self._pool.marks.lossy(of_group)) for of_group in block_ids)
         return max(lossy, default=0) * self.manager.shape.block_tokens
 
@@ -282,7 +282,7 @@ class Driver:
         return (0 if request is None else request.found or 0) * self.manager.shape.block_tokens
 
     def returned(self, request_id: str) -> Asker | None:
-        """Return `asker` of a request for which a load has brought blocks, if it uses lossy KV; else None."""
+        """Return `asker` of a request that uses lossy KV and for which a load has brought blocks; else None."""
         request = self._requests.get(request_id)
         return request.asker if request is not None and request.was_loaded and request.lossy else None
 
@@ -387,7 +387,7 @@ class Driver:
         self._ordered = Work()
 
     def wanted(self, now: float) -> int:
-        """Return the number of blocks to save if memory is short; else 0, and also soon after a look found no block."""
+        """Return the number of blocks to save if memory is short; 0 if not, or if a look for blocks just found none."""
         storing = self.manager.blocks.storing
         short = self._low - storing
         if short <= 0 or now < self._looks_after or (left := self.runway.length(short)) >= short:
@@ -409,7 +409,7 @@ class Driver:
         return max(0, min(window, free, A_STEP - self.manager.blocks.storing))
 
     def _save_running(self, now: float) -> None:
-        """Begin to store blocks of running requests. As the requests reference these blocks, no free block is taken."""
+        """Begin to store blocks of running requests. No free block is taken, because the requests reference these."""
         for request in self._requests.values():
             room = A_STEP - self.manager.blocks.storing
             if room <= 0:
@@ -531,7 +531,7 @@ class Driver:
     # -- the rest -------------------------------------------------------------------------------------
 
     def steer(self, what: str, session: Session, now: float, seconds: float | None = None, tool: str = "") -> str:
-        """Obey the operator's order `what`: "prefetch", or see `SessionManager.steer`. Return why not, or ""."""
+        """Obey an operator's order: "prefetch", or see `SessionManager.steer`. Return a reason for a refusal, or ""."""
         if what != "prefetch":
             return self.manager.steer(what, session, now, seconds, tool)
         if not self.prefetcher.is_on:
@@ -568,7 +568,7 @@ class Driver:
     # -- after an error -------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Give back blocks of stores and prefetches that no worker knows. Leave the SessionManager: it may be wrong."""
+        """Give back blocks of stores and prefetches that no worker knows. The manager is left alone: it may be wrong."""
         for job in chain(self._granted, self._ordered.stores):
             if (store := self._stores.pop(job.job_id, None)) is not None:
                 self._let_go(store)
@@ -593,7 +593,7 @@ class Driver:
 
     @property
     def has_orders(self) -> bool:
-        """True if a further step would at once have orders for the workers, or `to_order` calls of the pool to make."""
+        """True if a further step would at once have orders for the workers, or for the pool by `order_some`."""
         orders = self._drops or self._granted or (self.manager.to_order and not self.rests)
         return bool(orders) or (bool(self.manager.saving) and not self._stores and self._room > 0)
 

@@ -46,7 +46,7 @@ class Guard:
         self._use(self._finest)
 
     def answered(self, verdicts: Sequence[Verdict]) -> None:
-        """Take ranks' newest measurements. Given all, use the coarsest codec that suits all; if one failed, the finest."""
+        """Take ranks' newest measurements. Given all, use the coarsest codec that suits; if one failed, the finest."""
         self._verdicts.update((verdict.rank, verdict) for verdict in verdicts)
         found = list(self._verdicts.values())
         if len(found) < self._ranks:

@@ -34,7 +34,7 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd constant that spreads numbers ove
 
 
 class Level(NamedTuple):
-    """Facts about compressed blocks of a level, their number of refinements. Level 0 is the base alone."""
+    """Facts about the compressed blocks of a level. A level is a number of refinements; level 0 is the base alone."""
 
     divergence: float  # of the model's predictions, in nats, caused by the decoded KV
     ratio: float  # bytes of a block in the pool, divided by those of the compressed block
@@ -129,13 +129,13 @@ class BlockTable:
         self._hashes = np.zeros((_FIRST_ROWS, 0), np.uint64)
         self.group = np.zeros(_FIRST_ROWS, np.int8)  # KV cache group
         self.depth = np.zeros(_FIRST_ROWS, np.int32)  # position in a session, among the blocks of the same group
-        self.users = np.zeros(_FIRST_ROWS, np.int32)  # number of sessions, or resume points, that have the block
+        self.users = np.zeros(_FIRST_ROWS, np.int32)  # number of sessions with the block; in further groups, resume points
         self.holds = np.zeros(_FIRST_ROWS, np.int32)  # number of prompts with the block, and of calls that keep its row
-        self.pins = np.zeros(_FIRST_ROWS, np.int16)  # number of loads that read the block; if any, it is not dropped
+        self.pins = np.zeros(_FIRST_ROWS, np.int16)  # number of loads that read the block, and so keep it from a drop
         self.status = np.zeros(_FIRST_ROWS, np.uint8)  # bits: SAVED if every rank's block is in a tier; STORING
         self.nbytes = np.zeros(_FIRST_ROWS, np.uint32)  # of the compressed block; 0 if not saved
         self.reserved = np.zeros(_FIRST_ROWS, np.uint32)  # most bytes that the store under way may take
-        self.exact = np.zeros(_FIRST_ROWS, np.uint16)  # number of exact tokens of the compressed block
+        self.exact = np.zeros(_FIRST_ROWS, np.uint16)  # number of first tokens that the compressed block keeps exact
         self.mark = np.zeros(_FIRST_ROWS, np.uint8)  # `Mark` of the KV that was encoded
         self.level = np.zeros(_FIRST_ROWS, np.uint8)  # number of refinements; without any, see `GroupShape.level`
         self.inner = np.zeros((_FIRST_ROWS, MOST_INNER), np.uint32)
