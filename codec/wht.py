@@ -139,7 +139,7 @@ class Parts:
     @classmethod
     @lru_cache
     def of(cls, section: Section) -> Self:
-        """Return the parts of a section. Raises ShapeError for a section of keys and values, or of neither."""
+        """Return the parts of a section. Raises ShapeError for a section with keys and values, or without vectors."""
         keys, runs = section.vector_kind == "key", section.layers * section.heads
         sizes = (
             2 * runs * keys,
@@ -313,7 +313,7 @@ class WhtCodec(Codec):
 
 
 def halves(rope: Rope | None, head_dim: int) -> npt.NDArray[np.int64] | None:
-    """Return indices [head_dim] that put first numbers of RoPE's pairs first, second ones next; None if all are so."""
+    """Return indices [head_dim] that put first numbers of RoPE's pairs first, then the second; None to move none."""
     if rope is None or not rope.interleaved:
         return None
     numbers, (first, second) = np.arange(head_dim), rope.pairs
@@ -399,7 +399,7 @@ def _unpack(planes: Codes) -> Floats:
 
 
 def _over_tokens(y: Floats) -> Floats:
-    """Return sums over tokens of [runs, head_dim, tokens], by `tokens` of the file's docstring."""
+    """Return sums over tokens of [runs, head_dim, tokens], in the order of `tokens` in this file's docstring."""
     sums = np.zeros((*y.shape[:2], 8), np.float32)
     for first in range(0, y.shape[2], 8):
         eight = y[:, :, first : first + 8]

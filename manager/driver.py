@@ -568,7 +568,7 @@ class Driver:
     # -- after an error -------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Give back blocks of stores and prefetches that no worker knows. The manager is left alone: it may be wrong."""
+        """Give back blocks of stores and prefetches that no worker knows. Leave the manager alone: it may be wrong."""
         for job in chain(self._granted, self._ordered.stores):
             if (store := self._stores.pop(job.job_id, None)) is not None:
                 self._let_go(store)

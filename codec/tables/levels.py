@@ -72,7 +72,7 @@ def _summed(x: Doubles, parents: Whole, size: int) -> Doubles:
 
 @cache
 def centres() -> npt.NDArray[np.int32]:
-    """Return intervals' means less magnitude * step; 0 for 0. [levels, tables, magnitudes], in finest steps / FINE."""
+    """Return intervals' means less magnitude * step; 0 for 0. [levels, tables, magnitudes], in finest step / FINE."""
     mass, mean = _masses()
     made = np.zeros((len(STEPS), len(mass), MAGNITUDES), np.int32)
     for level, parents in enumerate(coarser(np.arange(mass.shape[1]))):

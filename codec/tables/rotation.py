@@ -1,9 +1,9 @@
 """Fixed randomized Hadamard rotation: x -> H S x, orthonormal, the same for every vector, process and machine.
 
 S flips signs; H is the Walsh-Hadamard transform in natural order times 1/sqrt(size). If head_dim is no power of two, H
-is block-diagonal, a block for each power of two in head_dim's binary expansion, largest first (96 = 64 + 32). Additions
-are ordered by the format: strides 1, 2, 4, ... up to half the block. Codecs' docstrings call H without the factor
-hadamard, and the signs with the factor w.
+is block-diagonal, a block for each power of two in head_dim's binary expansion, largest first (96 = 64 + 32). The order
+of additions is part of the format: strides 1, 2, 4, ... up to half the block. Codecs' docstrings call H without the
+factor hadamard, and the signs with the factor w.
 
 The sign of element i is the top bit of splitmix64's i-th output from SEED, set for minus:
 

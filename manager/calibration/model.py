@@ -104,7 +104,7 @@ class ModelReader:
 
     @torch.no_grad()
     def _read(self, builder: ProfileBuilder, ids: list[int], info: ProfileInfo) -> list[Any]:
-        """Add the cache of a piece. Return the cache's layers.
+        """Add the cache of a piece to the builder. Return the cache's layers.
 
         Transformers stores latents as keys, and RoPE's part as values.
         """

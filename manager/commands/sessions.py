@@ -92,7 +92,7 @@ def pin(
 
 @app.command()
 def release(session: Id, url: Url = LOCAL, tenant: Tenant = "") -> None:
-    """Forget a session, and erase its resident and compressed blocks."""
+    """Forget a session, and erase its resident and compressed blocks that nothing else uses."""
     typer.echo(f"{_ask(url, f'{_path(session, tenant)}/release', {})['id']} is forgotten.")
 
 

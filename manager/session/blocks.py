@@ -129,7 +129,7 @@ class BlockTable:
         self._hashes = np.zeros((_FIRST_ROWS, 0), np.uint64)
         self.group = np.zeros(_FIRST_ROWS, np.int8)  # KV cache group
         self.depth = np.zeros(_FIRST_ROWS, np.int32)  # position in a session, among the blocks of the same group
-        self.users = np.zeros(_FIRST_ROWS, np.int32)  # number of sessions with the block; in further groups, resume points
+        self.users = np.zeros(_FIRST_ROWS, np.int32)  # number of sessions with the block; of further groups, points
         self.holds = np.zeros(_FIRST_ROWS, np.int32)  # number of prompts with the block, and of calls that keep its row
         self.pins = np.zeros(_FIRST_ROWS, np.int16)  # number of loads that read the block, and so keep it from a drop
         self.status = np.zeros(_FIRST_ROWS, np.uint8)  # bits: SAVED if every rank's block is in a tier; STORING
