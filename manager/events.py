@@ -57,7 +57,7 @@ class Evicted(Event, frozen=True, tag=True, array_like=True):
     exact: int  # number of these `blocks` in which some tokens are kept exact
     idle_s: float  # seconds from the last request's end to the begin of saving
     took_s: float  # seconds from the begin of saving to its end
-    is_pressed: bool  # true if memory was short, false if the session was idle for long enough
+    is_pressed: bool  # true if blocks were saved because memory was short
 
 
 class Restored(Event, frozen=True, tag=True, array_like=True):
