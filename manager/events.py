@@ -105,7 +105,7 @@ class EncodingBegins(Event, frozen=True):
 class Loading(Event, frozen=True):
     """Blocks are about to be decoded for a request. Their codec has refinements, parts that make decoded KV finer."""
 
-    levels: Sequence[int]  # for each block that does not decode to exact KV, its number of refinements
+    levels: Sequence[int]  # for each block whose KV the codec has changed, its number of refinements
 
 
 class BlocksSaved(Event, frozen=True):

@@ -31,7 +31,7 @@ class Sort(StrEnum):
     """Sort key of a list of sessions.
 
     Bytes are estimates. HOT_BYTES takes a session to be wholly in vLLM's pool if a request of it runs, or if it fits
-    behind more recently used sessions. Any other session counts with its unsaved blocks only. COLD_BYTES takes every
+    there behind more recently used ones. Any other session counts with its unsaved blocks only. COLD_BYTES takes every
     saved block to have the codec's expected size.
     """
 
