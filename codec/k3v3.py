@@ -1,31 +1,31 @@
 """Codec with three bits for each number: rotated vectors in the Lloyd-Max quantizer of the normal distribution.
 
 S. P. Lloyd, "Least squares quantization in PCM", IEEE Trans. Inf. Theory 28 (1982); J. Max, "Quantizing for minimum
-distortion", IRE Trans. Inf. Theory 6 (1960). Its code is short and its rate fixed. At equal size `wht-5x` diverges less
-than a quarter as much on a real model. With keys that have a large mean `k3v3` is of no use.
+distortion", IRE Trans. Inf. Theory 6 (1960). The encoded size is fixed. At equal size, predictions of a real model
+diverge less than a quarter as much with the codec `wht-5x`. `k3v3` is of no use for keys that have a large mean.
 
-Encoded section of n vectors of D = head_dim numbers, little-endian:
+Encoded section (such as all keys of a KV block) of n vectors of D = head_dim numbers, little-endian:
 
     | n scales, bf16 | pad to 16 | vector 0: 3 bit planes | vector 1: 3 bit planes | ... | pad to 16 |
 
-A plane is D/8 bytes; its bit i (bit i % 8 of byte i // 8) belongs to element i of the rotated vector. The first plane
-is the sign, 1 for minus; the next two are the index k of the magnitude, highest bit first. Padding is zero.
+A plane is D/8 bytes; bit i (bit i % 8 of byte i // 8) belongs to element i of the rotated vector. The first plane is
+the sign, 1 for minus; the next two are the index k of the magnitude, highest bit first. Padding is zero.
 
 Encoding a vector x, all in float32, without fused multiply-add; fold is the sum that `manthan.codec.base` defines:
 
-    m  = the largest exponent field (bits 23 to 30) in x
-    x1 = x * 2**(127 - m)      the factor's exponent field within 8 .. 254: no square overflows or vanishes
+    p  = 127 minus the largest exponent field (bits 23 to 30) in x, at least -119
+    x1 = x * 2**p              so that the largest square neither overflows nor vanishes
     y  = hadamard(x1 * w)      see `manthan.codec.tables.rotation`
     r  = sqrt(fold(y * y)) * (1 / sqrt(D))
     k  = number of thresholds t with |y| > t * r;  q = levels[k];  the sign is y < 0
-    s  = fold(y * y) / max(fold(|y| * q), 2**-126) * 2**(m - 127), rounded to bf16, ties to even, at most bf16's largest
+    s  = fold(y * y) / max(fold(|y| * q), 2**-126) * 2**-p, rounded to bf16, ties to even, at most bf16's largest
 
 and decoding:
 
-    x^ = hadamard(+-q) * w * s, within +-bf16's largest, no negative zero; a bf16 result is rounded, ties to even
+    x^ = hadamard(+-q) * w * s, clipped to +-bf16's largest; then -0 becomes 0, and x^ is rounded to its dtype
 
-With this s <x, x^> = <x, x>: inner products with x^ are right on average (RaBitQ, Gao and Long, SIGMOD 2024). A vector
-whose scale falls below 2**-126 loses digits; below 2**-134 it decodes to zeros.
+With this scale s <x, x^> = <x, x>: inner products with x^ are right on average (RaBitQ, Gao and Long, SIGMOD 2024). A
+vector whose s falls below 2**-126 loses digits; below 2**-134 it decodes to zeros.
 """
 
 import math
@@ -89,7 +89,7 @@ class K3v3Codec(Codec):
         return codes.size
 
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        """Raises SizeError; NonFiniteError for a scale never written by an encoder."""
+        """Raises SizeError; NonFiniteError for a scale that is infinite or a NaN."""
         n, dim = math.prod(section.shape[:-1]), section.head_dim
         if codes.size != self.max_nbytes(section):
             raise SizeError(f"{codes.size} bytes do not encode {section}: {self.max_nbytes(section)} do.")

@@ -1,10 +1,10 @@
 """Profile of a model's keys and values, or of the latents (MLA), for calibrated codecs: a safetensors file.
 
-Groups of layers are encoded together. A profile has, for each group, keys (before RoPE) and values and all heads of a
-rank together: the mean; a transform to uncorrelated components, largest first (Karhunen and Loeve's), in a space where
-all errors weigh the same; each component's step and table of frequencies; and a regression from a token's numbers to
-how much later queries look at the token. With tensor parallelism every rank has separate groups, because a transform
-over all heads cannot be cut. Latents are the same on all ranks, and encoded like keys without RoPE.
+A group here is some layers, or some heads of a layer, encoded together. A token's keys (before RoPE) and values in a
+group are a vector. For this vector a profile has the mean; a transform to uncorrelated components, largest first
+(Karhunen and Loeve's), in a space where all errors weigh the same; each component's table of frequencies; and a
+regression to how much later queries look at the token. With tensor parallelism every rank has separate groups, because
+a transform over all heads cannot be cut. Latents are equal on all ranks, and encoded like keys without RoPE.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ from manthan.codec.tables.levels import FALLING
 
 FORMAT = "manthan profile 2"
 LEVELS = {"klt-20x": 0, "klt-12x": 1, "klt-8x": 2, "klt-5x": 3, "klt-exact": 4}
-"""Calibrated codecs, and the first level of each codec's blocks."""
+"""Calibrated codecs, each with the level of its new blocks: their number of refinements."""
 KINDS = ("keys", "values")
-POINT = 20  # bits of a group's largest deviation as a whole number
+POINT = 20  # bits of the largest deviation of a layer's keys, or values, as a whole number
 GROUP = {
     **dict.fromkeys(("mean", "scale", "center", "deviations", "weigher"), np.float32),
     "transform": np.float16,
@@ -41,16 +41,17 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Layers encoded together, for a rank. C: a token's numbers, [layers, kinds, heads, head_dim].
+    """Layers, or heads of a layer, encoded together on a rank. C: size of a token's [layers, kinds, heads, head_dim].
 
-    place: first layer, layers, first head of the rank's, heads.
+    place: first layer, count of layers, first head within the rank, count of heads.
     head_dim: count of numbers in a head.
-    mean, scale: float32 [C].
-    transform: float16 [C, C], columns of length 1; numbers come back as y @ (transform * scale) + mean.
-    tables: uint8 [C], the table of each component.
-    center, deviations: float32 [C], to standardize a token's numbers.
-    weigher: float32 [C + C / head_dim + 1], from standardized numbers, the log energies of heads, and 1 to a token's j.
-    errors: int8 [C], deviations of errors at the finest lossy level, in thirds of octaves.
+    mean, scale: float32 [C]; see `transform`.
+    transform: float16 [C, C], columns of length 1. Components y decode to y @ (transform * scale) + mean.
+    tables: uint8 [C], the index of each component's table; see `manthan.codec.tables.levels`.
+    center, deviations: float32 [C]. Standardized numbers are (x - center) / deviations.
+    weigher: float32 [C + C / head_dim + 1], of a regression from standardized numbers, log energies of heads, and 1 to
+        a token's j. The token's steps are 2**(j / 3).
+    errors: int8 [C], 3 * log2 of the deviation of errors at the finest lossy level and j = 0, in units of 2**-`points`.
     """
 
     place: tuple[int, int, int, int]
@@ -71,13 +72,13 @@ class Group:
         return made
 
     def points(self, kinds: int) -> npt.NDArray[np.int64]:
-        """Fraction bits of whole numbers, [C]: equal within all of a layer's keys, and within all of the values."""
+        """Fraction bits of numbers in fixed point, [C]: equal for a layer's keys, and equal for the layer's values."""
         runs = self.deviations.reshape(self.place[1] * kinds, -1)
         return np.repeat(POINT - np.frexp(runs.max(1))[1].astype(np.int64), runs.shape[1])
 
     @cached_property
     def forward(self) -> Floats:
-        """Transform to components, [C, C]. Raises ProfileError if there is none."""
+        """Transform to components, [C, C]. Raises ProfileError if `transform` cannot be inverted."""
         try:
             found = np.linalg.inv(self.transform.astype(np.float64))
         except np.linalg.LinAlgError:
@@ -96,7 +97,7 @@ class ProfileInfo:
     heads: KV heads of all ranks; pieces of a latent.
     head_dim: numbers of a head, or of a piece.
     rope: RoPE by which keys were turned back, or None.
-    metric: name of the metric.
+    metric: name of the metric of errors.
     text: sha256 of the calibration text.
     tokens: number of tokens that the profile was made from, in the layer with the fewest; without those held back.
     latent: count of numbers in a token's latent (MLA); 0 for keys and values.
@@ -150,7 +151,7 @@ class Profile:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Groups of a cut for a single rank. Raises ProfileError for a profile of several ranks."""
+        """Groups of the only rank. Raises ProfileError for a profile of several ranks; see `for_rank`."""
         if len(self.ranks) != 1:
             raise ProfileError(
                 f"the profile is for {len(self.ranks)} tensor-parallel ranks: cut it with for_rank first."
@@ -168,7 +169,7 @@ class Profile:
             )
 
     def save(self, path: Path) -> None:
-        """Write the file completely or not at all. Raises ProfileError without safetensors, OSError."""
+        """Write the file completely or not at all. Raises OSError; ProfileError without safetensors."""
         metadata = {"manthan": json.dumps(_metadata(self) | {"digest": self.digest})}
         made = _safetensors().save(dict(_tensors(self)), metadata)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +190,7 @@ class Profile:
             tensors = load(content)
         except OSError as error:
             raise ProfileError(f"the profile {path} cannot be read: {error.strerror}.") from None
-        except Exception as error:  # the package raises a special class, without a common base
+        except Exception as error:  # safetensors raises a class of its own, derived from Exception only
             said = " ".join(str(error).split())
             raise ProfileError(f"{path} is no profile, or a damaged one: {type(error).__name__}: {said}.") from None
         if metadata.get("format") != FORMAT:
@@ -275,7 +276,7 @@ def _digest(metadata: Mapping[str, Any], tensors: Any) -> str:
 
 
 def _header(content: bytes) -> dict[str, str]:
-    """Metadata of a safetensors file, left out by the package's reader of bytes."""
+    """Return the metadata of a safetensors file, which the package's reader of bytes leaves out."""
     size = int.from_bytes(content[:8], "little")
     found: dict[str, str] = json.loads(content[8 : 8 + size])["__metadata__"]
     return found

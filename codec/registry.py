@@ -1,6 +1,6 @@
 """Presets of codecs by name. Other packages add presets as entry points of the group `manthan.codecs`.
 
-The entry point has the preset's name, and names a `Preset`.
+The entry point has the preset's name, and loads a `Preset`. A codec encodes sections, parts of a KV block.
 """
 
 import difflib
@@ -33,7 +33,7 @@ class Preset(Protocol):
         """Name in the configuration, in block headers and of the entry point: at most 24 ASCII characters."""
 
     def codec(self, head_dim: int, facts: ModelFacts = NO_FACTS) -> Codec:
-        """Return the codec for sections in the CPU's memory.
+        """Return the codec that works on the CPU.
 
         Args:
             head_dim: count of numbers in a vector, a multiple of 8 from 32 to 512.
@@ -47,7 +47,7 @@ PRESETS: dict[str, Preset] = {**WHTS, **KLTS, K3V3.name: K3V3}
 
 
 def finer_codecs(name: str) -> list[str]:
-    """Return the codecs to try, coarsest first, if a codec turns out to lose too much on the model served."""
+    """Return the codecs to try, coarsest first, if codec `name` turns out to lose too much on the model served."""
     without_profile = [WHT] if needs_profile(name) else []  # its profile may not fit the served prompts
     return [] if name in (FALLBACK, EXACT) else [*without_profile, FALLBACK]
 
@@ -68,10 +68,10 @@ def needs_profile(name: str) -> bool:
 
 
 def get_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> Codec:
-    """Return a codec for sections in the CPU's memory.
+    """Return a codec that works on the CPU.
 
     Args:
-        name: name of a preset, or "exact", or a codec of states if `facts` has their layout.
+        name: name of a preset, or "exact", or of a codec of recurrent states if `facts` has the states' layout.
         head_dim, facts: see `Preset.codec`.
 
     Raises: UnknownCodecError, HeadDimError; ProfileError for a missing or unsuitable profile.

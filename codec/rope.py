@@ -24,7 +24,7 @@ class Rope:
     """RoPE of a model.
 
     frequencies: radians a token, of each pair.
-    scale: of turned pairs.
+    scale: factor on turned pairs.
     interleaved: True if a pair is two neighbours, False if a pair is number i of each half of the 2n numbers.
     """
 
@@ -70,13 +70,13 @@ class Rope:
     def of_config(cls, config: Any, head_dim: int, layer_type: str = "") -> Self | None:
         """Return the RoPE of a Transformers configuration. A pair is taken to be number i of each half, as in Llama.
 
-        None for a model without RoPE, and if angles depend on the kind of input (M-RoPE) or on a prompt's length.
+        None for a model without RoPE, for M-RoPE (angles depend on the kind of input), and for a kind not in STEADY.
 
         Args:
-            config: of the text part.
-            head_dim: numbers of a head.
-            layer_type: kind of layer, such as sliding_attention, if RoPE differs between kinds. Without `layer_type`
-                such a model has None.
+            config: configuration of the text part of the model.
+            head_dim: count of numbers in a head.
+            layer_type: kind of layer, such as sliding_attention, for a model whose RoPE differs between kinds. Without
+                it the result for such a model is None.
         """
         parameters = getattr(config, "rope_parameters", None) or {}
         of_layers = isinstance(parameters, Mapping) and isinstance(parameters.get(layer_type), Mapping)

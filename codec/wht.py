@@ -1,55 +1,56 @@
-"""Codec that rotates keys and values, rounds them to whole steps and encodes these by entropy. It needs no profile.
+"""Codec, without calibration: rotates keys and values, rounds them to whole steps and encodes the integers by rANS.
 
-Below are the layout of an encoded section, and the arithmetic, which is equal bit for bit on CPUs and GPUs.
-docs/codec.md explains them. An entropy coder behind a uniform quantizer is within a quarter bit of the optimum
-(Gish and Pierce, "Asymptotically efficient quantizing", 1968). Hooper et al. (KVQuant, 2024) quantize keys before RoPE.
+A section is the keys or values of a compressed KV block. Below are its layout, and the arithmetic, which is equal bit
+for bit on CPUs and GPUs; docs/codec.md explains both. An entropy coder behind a uniform quantizer is within a quarter
+bit of the optimum (Gish and Pierce, 1968). Keys are encoded as they were before RoPE (Hooper et al., KVQuant, 2024).
 
 A run is the keys, or the values, of one head in one layer of a section: T vectors of D numbers at positions p. A row is
 the runs of a layer. All is in float32, without fused multiply-add; `manthan.codec.base` defines fold, a sum, and
 `manthan.codec.tables.rotation` hadamard and w. Where a step is below 2**-126, whole numbers are 0.
 
-    keys:    x  as `halves` puts it: first numbers of the pairs that RoPE turns, then the second ones, then the others
-             u1 = x1 * cos + x2 * sin; u2 = x2 * cos - x1 * sin; the others are x
+    keys:    x  in the order of `halves`: the first numbers x1 of RoPE's pairs, the second numbers x2, the rest
+             u1 = x1 * cos + x2 * sin; u2 = x2 * cos - x1 * sin; the rest of u is that of x
              y = hadamard(u * w)
-             a = tokens(y) * (1 / T);  tokens adds t, t + 8, t + 16 ... in order for each t < 8, and folds the eight
+             a = tokens(y) * (1 / T);  tokens adds y of tokens t, t + 8, ... in order for t < 8, and folds the 8 sums
              g = max(|a|) * (1 / 15), rounded to bf16, ties to even; 0 where that is below 2**-126
              c = a / g rounded to a whole number, ties to even, within +-15; 0 where g is 0;  m = c * g
-             e = fold((y - m) * (y - m)) of each vector;  E = fold of the row's e, heads first
+             e = fold((y - m) * (y - m)) of each vector;  E = fold of the row's e, [heads * T]
              s = sqrt(E * (1 / numbers of the row)) * key_step, at least the row's largest g * 2**-8, rounded to two
                  bits of mantissa, ties to even
              k = m / s rounded to a whole number, ties to even, within +-8191
              q = (y - k * s) / s rounded to a whole number, ties to even
     values:  y = hadamard(x * w);  e = fold(y * y)
              h = sqrt(e) * (1 / sqrt(D)) * value_step;  q = y / h rounded as above
-             s = e / max(fold(y * q), 2**-126), rounded to bf16 and to a byte with its run's octave
+             s = e / max(fold(y * q), 2**-126), rounded to bf16, and to a byte behind the run's octave; see below
 
-cos and sin come from `Rope.tables`, without the rope's factor. The whole numbers of a row, [heads, D, T], are coded by
-`manthan.codec.cpu.rans`. A run's table in `family()` has the run's width: with S the sum of q * q over the run's n
-numbers, TABLES[j] for j the number of LIMITS l <= S / n.
+cos and sin come from `Rope.tables`, without `Rope.scale`. `manthan.codec.cpu.rans` encodes the whole numbers q of a
+row, [heads, D, T]. Its table of frequencies for a run is TABLES[j] of `family()`: with S the sum of q * q over the
+run's n numbers, j is the number of LIMITS that are at most S / n.
 
 If a section is longer than `max_nbytes`, all steps are doubled d times, until it fits: q / 2**d rounded to a whole
-number, ties to even, is coded with TABLES[max(j - 3 * d, 0)]. Nothing else changes. d is 0 except for numbers that no
-transform makes Gaussian.
+number, ties to even, is coded with TABLES[max(j - 3 * d, 0)]. No other field changes. d is 0 except for numbers that no
+transform makes Gaussian. A decoder reads the quotient, here again called q, and returns x^:
 
-    x^ = hadamard(q) * w * (2**d * s) for values, and hadamard(2**d * q + k) * w * s for keys, then turned
+    x^ = hadamard(q) * w * (2**d * s) for values, and hadamard(2**d * q + k) * w * s for keys, then turned by RoPE
 
-2**d * q and 2**d * q + k within 16 bits, 2**d * s and numbers within +-bf16's largest, no negative zero; rounded to
-bf16, ties to even. Sums of q are whole numbers below 2**24, so the order does not matter.
+2**d * q + k has 16 bits. 2**d * s and decoded keys are clipped to +-bf16's largest number, and every x^ to the largest
+of its dtype. Then -0 becomes 0, and x^ is rounded to its dtype, ties to even. All sums of whole numbers in hadamard are
+at most 2**24, so the order does not matter.
 
-A value's bf16 step becomes a byte: of exponent and mantissa, (bits + 4) >> 3 keeps four bits of mantissa, at most 4079;
-octave = max(of the run >> 4, 15) - 15; byte = max(result - 16 * octave, 0).
+A value's step in bf16 bits becomes a byte: r = min((bits + 4) >> 3, 4079) keeps the exponent and four bits of mantissa;
+octave = max(r of the run's largest step >> 4, 15) - 15; byte = max(r - 16 * octave, 0).
 
 Encoded section of keys or of values, little-endian:
 
     | version u8, 1 | d u8 | 2 zero bytes |
-    | keys: step of each run's mean, bf16 | 5 planes of the means | step of each row, bf16 |
+    | keys: g of each run, bf16 | 5 planes of c of each run | s of each row, bf16 |
     | values: octave and T bytes of each run |
     | j of each run's table, u8 | zeros up to a multiple of 4 | rows of `manthan.codec.cpu.rans` |
 
-A plane of a run is D/8 bytes; bit i (bit i % 8 of byte i // 8) belongs to element i. The first plane is the sign, 1 for
+A plane is D/8 bytes; bit i (bit i % 8 of byte i // 8) belongs to element i. The first plane is the sign, 1 for
 minus; the rest are the magnitude of c, highest bit first.
 
-Numbers of 2**LIMIT and more are refused like infinities: no sum overflows.
+Magnitudes of 2**LIMIT and more are refused like infinities, so that no sum overflows.
 """
 
 import itertools
@@ -89,7 +90,7 @@ FINITE_STEPS = 0x7F80  # bf16 bits of infinity: every step is below
 FINEST = np.float32(2.0**-8)  # least step of a row, as a multiple of the largest step g of its runs' means
 MOST_STEPS = 8191  # most whole steps k by which a mean is subtracted
 ROW_STEP_END = (127 + 64) << 7
-"""Upper bound of a row's step, in bf16 bits, so that nothing overflows before numbers are turned."""
+"""Upper bound of a row's step, in bf16 bits, so that nothing overflows before RoPE turns the decoded keys."""
 LIMIT = 40
 LIMIT_BITS = (127 + LIMIT) << 23  # bits of 2**LIMIT as float32
 FIRST_NORMAL = np.float32(2.0**-126)
@@ -97,12 +98,12 @@ NO_ROPE = Rope(())
 SHAPE = SHAPES.index(2.0)
 TABLES: npt.NDArray[np.uint8] = (SHAPE * len(DEVIATIONS) + np.arange(len(DEVIATIONS))).astype(np.uint8)
 LIMITS: npt.NDArray[np.float64] = DEVIATIONS[:-1] * DEVIATIONS[1:] + 1 / 12
-"""Mean squares, rounding included, at which the next table is better."""
+"""Mean squares of a run's q, from which on the next table is better. 1 / 12 is the mean square of rounding errors."""
 
 
 @dataclass(frozen=True)
 class WhtPreset:
-    """Preset: a step for all keys of a layer, and one for each value vector.
+    """Preset: a step for all keys of a layer, and a step for each value vector.
 
     Args:
         name: name in the configuration and in encoded blocks.
@@ -138,7 +139,7 @@ class Parts:
     @classmethod
     @lru_cache
     def of(cls, section: Section) -> Self:
-        """Return the parts of a section. Raises ShapeError unless the section is of keys or of values."""
+        """Return the parts of a section. Raises ShapeError for a section with keys and values, or without vectors."""
         keys, runs = section.vector_kind == "key", section.layers * section.heads
         sizes = (
             2 * runs * keys,
@@ -162,7 +163,7 @@ class WhtCodec(Codec):
     Args:
         preset: name and steps.
         head_dim: count of numbers in a vector. Raises HeadDimError.
-        rope: RoPE of the model; None to code keys as they are.
+        rope: RoPE of the model; None to encode keys as they are.
     """
 
     varies = True
@@ -183,7 +184,7 @@ class WhtCodec(Codec):
         return parts.end + section.layers * row_front(numbers) + -(-section.layers * numbers * bits // (8 * UNIT))
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
-        """Raises NonFiniteError, for numbers of 2**LIMIT and more too."""
+        """Raises NonFiniteError, also for magnitudes of 2**LIMIT and more."""
         self._check(x, section)
         parts, limit = Parts.of(section), self.max_nbytes(section)
         runs = x.reshape(parts.runs, section.tokens, section.head_dim)
@@ -202,7 +203,7 @@ class WhtCodec(Codec):
         return parts.end + nbytes
 
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        """Raises SizeError, DamagedError; NonFiniteError for a scale or a step never written by an encoder."""
+        """Raises SizeError, DamagedError; NonFiniteError for a step that no encoder writes."""
         limit, parts = self.max_nbytes(section), Parts.of(section)
         if not parts.end <= codes.size <= limit:
             raise SizeError(f"{codes.size} bytes do not encode {section}: {parts.end} to {limit} do.")
@@ -219,7 +220,7 @@ class WhtCodec(Codec):
         return made.reshape(section.shape)
 
     def _keys(self, x: Numbers, section: Section, positions: Positions, parts: Parts, out: Codes) -> Integers:
-        """Return the whole numbers of all runs, [runs, head_dim, tokens]; write steps and means."""
+        """Return the whole numbers q of all runs, [runs, head_dim, tokens]; write the steps and means into `out`."""
         kernels, bf16 = self._kernels(), x.dtype == np.uint16
         ordered = np.require(x if self._order is None else x[:, :, self._order], requirements=["C", "A"])
         words = ordered if bf16 else ordered.view(np.uint32)
@@ -312,7 +313,7 @@ class WhtCodec(Codec):
 
 
 def halves(rope: Rope | None, head_dim: int) -> npt.NDArray[np.int64] | None:
-    """Return the order [head_dim] of numbers that puts all pairs' first numbers first; None if they are so already."""
+    """Return indices [head_dim] that put first numbers of RoPE's pairs first, then the second; None to move none."""
     if rope is None or not rope.interleaved:
         return None
     numbers, (first, second) = np.arange(head_dim), rope.pairs
@@ -331,7 +332,7 @@ def to_bytes(scales: npt.NDArray[np.uint16]) -> Codes:
 
 
 def from_bytes(codes: Codes) -> npt.NDArray[np.uint16]:
-    """Undo `to_bytes`; infinite scales stay infinite."""
+    """Undo `to_bytes`. Bytes that stand for more than the largest finite scale give infinity."""
     octaves, steps = codes[:, :1].astype(np.int32), codes[:, 1:].astype(np.int32)
     return np.where(steps > 0, np.minimum(16 * octaves + steps, SCALE_END) << 3, 0).astype(np.uint16)
 
@@ -348,13 +349,13 @@ def table_numbers(squares: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.uint
 
 @lru_cache
 def _expected(step: float) -> int:
-    """Return the average bits of a number, in units of 1 / UNIT bit. step: as a multiple of the standard deviation."""
+    """Return the mean bits of a Gaussian number, in units of 1 / UNIT bit. step: in standard deviations."""
     table = table_numbers(np.array([round(1e6 / step**2)]), 10**6)
     return int(expected(family())[TABLES[table[0]]])
 
 
 def _rows(chosen: Codes, section: Section, doublings: int) -> Rows:
-    """Return how rows are coded. chosen: j of each run's table before steps are doubled."""
+    """Return the layout of the rows. chosen: j of each run's table before steps are doubled `doublings` times."""
     size = section.heads * section.head_dim
     count = len(chosen) // section.heads
     streams = streams_of(section.tokens * size)
@@ -398,7 +399,7 @@ def _unpack(planes: Codes) -> Floats:
 
 
 def _over_tokens(y: Floats) -> Floats:
-    """Return sums over tokens of [runs, head_dim, tokens], in the order of `tokens` above."""
+    """Return sums over tokens of [runs, head_dim, tokens], in the order of `tokens` in this file's docstring."""
     sums = np.zeros((*y.shape[:2], 8), np.float32)
     for first in range(0, y.shape[2], 8):
         eight = y[:, :, first : first + 8]

@@ -1,27 +1,27 @@
-"""Compressed block, version 1: a KV block in a tier, with everything needed to trust the block.
+"""Compressed block, version 1: a KV block as stored (in RAM, on a disk, in Redis), with all that is needed to trust it.
 
     | header, 128 bytes | an entry of 64 bytes for each section | section | section | ... | refinement | ... |
 
-A section holds some of the block's numbers in some codec, such as the keys of all layers, or the first four tokens
-exact. Sections begin at multiples of 16 bytes; the bytes between them are zero.
+A section holds some of the block's numbers in some codec, such as the keys of all layers, or all numbers of the first
+four tokens, exact. Sections are padded with zeros to multiples of 16 bytes.
 
-The base is the header, the sections and the bytes between. The base does not mention refinements, so a block can be cut
-at the end of any part, and stays a block.
+A refinement makes decoded numbers finer. The base is all that precedes refinements, and does not mention them. So a
+block can be cut behind the base or behind any refinement, and stays a block.
 
-Header, little-endian: magic "MNTH"; version u16; length of header and entries u16; xxh3-64 of every other byte of the
-base, u64; fingerprint, 16 bytes; length of the base u64; position of the block's first token in the session u64; KV
+Header, little-endian: magic "MNTH"; version u16; length of header and entries u16; xxh3-64 of the base without this
+field, u64; fingerprint, 16 bytes; length of the base u64; position of the block's first token in the session u64; KV
 cache group u16; number of sections u16; tokens u32; length of the block hash u8; mark u8; 6 zero bytes; block hash, 64
 bytes.
 
-Entry: kind u8; dtype u8; first layer, layers, heads, head size, first head, u16 each; first token of the block,
-tokens, u32 each; 4 zero bytes; length in bytes u64; codec name, 24 bytes; 8 zero bytes. Shorter strings are filled with
-zeros.
+Entry: kind u8; dtype u8; first layer, layers, heads, head size, first head, u16 each; index of the first token in the
+block, tokens, u32 each; 4 zero bytes; length of the section in bytes u64; codec name, 24 bytes; 8 zero bytes. Shorter
+names and hashes are filled up with zeros.
 
 Refinement: number u8, from 1 on; 3 zero bytes; length of the body u32, a multiple of 16 and at least 160; xxh3-64 of
-the block hash (64 bytes), the fingerprint, the first 8 bytes and the body, u64; the body, filled up with zeros. A
-reader takes refinements up to the first damaged refinement.
+the block hash (64 bytes), the fingerprint, the refinement's first 8 bytes and the body, u64; the body, filled up with
+zeros. A reader takes refinements up to the first damaged refinement.
 
-Vectors stand in the order [layers, heads, tokens].
+Vectors of keys or of values stand in the order [layers, heads, tokens].
 """
 
 import struct
@@ -57,7 +57,7 @@ class BlockHeader:
     """Header and entries of a compressed block.
 
     key: block hash, at most 64 bytes.
-    fingerprint: 16 bytes that stand for the model, how it was loaded, and the codec with its profile.
+    fingerprint: 16 bytes, a digest of what decides how to decode the block, such as model and codec.
     group: KV cache group.
     first_token: position of the block's first token in the session.
     mark: 0 for KV computed from exact KV alone, 1 if KV of earlier tokens had been decoded.
@@ -80,8 +80,8 @@ class EncodedBlock(NamedTuple):
     """Parsed block.
 
     payloads: a read-only view of each section's bytes.
-    refinements: a read-only view of each good refinement's body.
-    ignored: number of bytes behind the last good refinement.
+    refinements: a read-only view of the body of each refinement before the first damaged refinement.
+    ignored: number of bytes behind these.
     """
 
     header: BlockHeader
@@ -114,7 +114,7 @@ def align16(nbytes: int) -> int:
 
 
 def block_nbytes(header: BlockHeader, sizes: Sequence[int]) -> int:
-    """Return the bytes of a block whose sections have `sizes` bytes."""
+    """Return the bytes of a block without refinements, whose sections have `sizes` bytes."""
     return header.nbytes + sum(map(align16, sizes))
 
 
@@ -158,13 +158,13 @@ def heads(
 
 
 def seal(block: Codes) -> Codes:
-    """Write the checksum into an otherwise complete block, uint8. Returns the block."""
+    """Write the checksum into an otherwise complete block without refinements, uint8. Returns the block."""
     block[CHECKSUM] = np.frombuffer(_checksum(block), np.uint8)
     return block
 
 
 def refined(block: Codes, bodies: Sequence[Codes]) -> Codes:
-    """Return a sealed block without refinements, followed by `bodies` as refinements."""
+    """Append refinements with these bodies to a sealed block without refinements. Return the new block."""
     made = [block]
     for number, coded in enumerate(bodies, 1):
         body = np.pad(coded, (0, body_nbytes(coded.size) - coded.size))
@@ -174,8 +174,8 @@ def refined(block: Codes, bodies: Sequence[Codes]) -> Codes:
 
 
 def body_nbytes(nbytes: int) -> int:
-    """Return the padded length of a refinement's body of `nbytes` bytes. Because xxh3 has other code for short inputs,
-    a body has at least LEAST_BODY bytes.
+    """Return the padded length of a refinement's body of `nbytes` bytes. Because xxh3 hashes up to 240 bytes by
+    another algorithm, a body has at least LEAST_BODY bytes.
     """
     return max(LEAST_BODY, align16(nbytes))
 
@@ -192,7 +192,7 @@ def part_ends(block: Buffer) -> list[int]:
 def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = None, group: int = 0) -> EncodedBlock:
     """Read a compressed block without copying. Raises WireError with the cause, if the base is wrong.
 
-    Bytes behind the base are read as refinements up to the first damaged one; the rest is ignored.
+    Bytes behind the base are read as refinements, up to the first damaged refinement. The rest is ignored.
 
     Args:
         buf: the block.
@@ -230,9 +230,9 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
 
 
 def split(buf: Buffer) -> list[Codes]:
-    """Cut apart the shards of a block, which follow each other. A shard is a block with some of the heads.
+    """Cut apart the shards of a block, which follow each other. A shard is a block with a rank's part of the KV.
 
-    Bytes outside of shards stay with the shard before.
+    If bytes do not begin a shard, all from there on stay with the shard before.
     """
     data, shards = np.frombuffer(buf, np.uint8), list[Codes]()
     while data.size:
@@ -245,7 +245,7 @@ def split(buf: Buffer) -> list[Codes]:
 
 
 def peek(data: Codes) -> Front:
-    """Return the header of a block with a base and the right version, uint8, without a check of the checksum.
+    """Return the header of a block, uint8. Check magic, version and least length, but not the checksum.
 
     Raises WireError.
     """
@@ -263,7 +263,7 @@ def peek(data: Codes) -> Front:
 
 
 def peek_sections(data: Codes, front: Front) -> tuple[Section, ...]:
-    """Return the sections that the entries of a block name, without a check of the checksum. Raises SizeError."""
+    """Return the sections that the entries of a block describe. The checksum is not checked. Raises SizeError."""
     if HEADER.size + ENTRY.size * front.sections > data.size:
         raise SizeError(f"a block of {data.size} bytes cannot have {front.sections} sections.")
     return tuple(_entry(data, HEADER.size + ENTRY.size * n)[0] for n in range(front.sections))
@@ -285,7 +285,7 @@ FIELD_ENDS = (
     ("key", HEADER.size),
     ("size", HEADER.size + ENTRY.size * SECTIONS_MAX),
 )
-"""Causes of refusal by the bytes of a header, each with the offset after the bytes."""
+"""Causes of refusal for a wrong byte of header or entries. Each covers the bytes up to before its offset."""
 
 
 def _front(data: Codes) -> Front:
@@ -334,7 +334,7 @@ def _check(header: BlockHeader, sizes: Sequence[int]) -> None:
 
 
 def _ends(data: Codes, base: int) -> list[int]:
-    """Return the offsets of the ends of the base and of each refinement whose front fits. base: end of the base."""
+    """Return the ends of the base and of the refinements before the first with a wrong front. base: its end."""
     ends = [base]
     while data.size >= (body := ends[-1] + REFINEMENT.size):
         number, size, _ = REFINEMENT.unpack_from(data.data, ends[-1])

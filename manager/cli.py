@@ -26,11 +26,11 @@ LATE = {
     "doctor": "manthan.vllm_hooks.doctor.command:doctor",
     "simulate": "manthan.benchmarks.simulator.command:app",
 }
-"""Commands imported only when called, because they need packages that Manthan does not install."""
+"""Commands imported late, because they need packages that Manthan does not install."""
 
 
 class Commands(TyperGroup):
-    """Group of all commands. A command that cannot be imported says what to install; all others work."""
+    """Group of all commands. A command that cannot be imported says why when called. All others work."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *LATE]
@@ -56,7 +56,7 @@ def _imported(name: str) -> Any:
 
 
 def _refusing(sentence: str) -> typer.Typer:
-    """Return a command that takes any arguments, and only prints `sentence`."""
+    """Return a command that takes any arguments, prints `sentence` as an error, and does nothing else."""
     refusing = typer.Typer(add_completion=False)
     anything = {"ignore_unknown_options": True, "allow_extra_args": True}
 

@@ -1,12 +1,15 @@
-"""Driver of a SessionManager. vLLM's scheduler or the simulator calls its functions, for requests, steps and results.
+"""Driver between vLLM's scheduler, or the simulator, and a SessionManager, which decides what KV is saved and loaded.
+
+A store compresses KV blocks of vLLM's pool and saves them in tiers, such as RAM or a disk. A load brings KV back; a
+prefetch is a load before a request comes. A lossy block has KV decoded by a lossy codec (DECODED), or computed behind
+such KV (DERIVED). A session is a list of block hashes of the main KV cache group.
 
     a request   started -> matched (how much can be loaded?) -> admitted -> loading -> ... -> finished
     each step   step: due sessions, memory pressure, stores, drops, prefetches
-    results     gathered: ids of stores, once for each rank. Then answered: results, once for each job and rank
+    results     gathered: id of a store, from each storing rank. answered: a transfer's result, from each rank in it
 
-A rank has gathered a store when the rank has read the store's blocks from the pool. Once all ranks have, the pool gets
-the blocks back. A resume point is a length of a session at which every KV cache group has the blocks needed to
-continue. The driver does no I/O, never waits, and reads no clock.
+A rank has gathered a store when the rank has read the store's blocks from the pool, or failed to. Once all storing
+ranks have, the pool gets the blocks back. The driver does no I/O, never waits, and reads no clock.
 """
 
 from collections import Counter
@@ -31,45 +34,45 @@ from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Answers, Transfe
 if TYPE_CHECKING:
     from manthan.manager.session.persist import JournalLink, RedisLink
 
-A_STEP = 512  # most blocks of stores under way: about as many as a GPU encodes during a step
+A_STEP = 512  # a step begins stores only while fewer blocks are being stored: about as many as a GPU encodes in a step
 LOW_WATERMARK, HIGH_WATERMARK = 0.1, 0.25
-"""Watermarks of the blocks in the free queue before its first unsaved block, as shares of the pool.
+"""Watermarks of the number of blocks in the free queue before the first unsaved block, as shares of the pool.
 
-If they are fewer than the low watermark, blocks are saved until they reach the high watermark.
+If this number, plus that of blocks being stored, is below the low watermark, blocks are saved up to the high watermark.
 """
-BURSTS = 1.5, 2.5  # the watermarks, as multiples of the burst: the most blocks that requests took in a recent step
-BURST_DECAY = 127 / 128  # factor on the burst at each step in which requests take some blocks, but fewer
+BURSTS = 1.5, 2.5  # both watermarks as multiples of the burst: the most blocks that requests took in a recent step
+BURST_DECAY = 127 / 128  # factor on the burst in a step in which requests take some blocks, but fewer than the burst
 RUNNING_S = 0.1  # seconds until the next look for blocks to save, after a look found none
-LED = 256  # number of saved blocks put into the policy's order after a request; more if more were overwritten since
-WINDOW_SHARE = 16  # stores may reference 1 / WINDOW_SHARE of the pool's blocks, until all ranks have gathered these
+LED = 256  # saved blocks to put into the policy's order at a time; more if more were overwritten since the last time
+WINDOW_SHARE = 16  # stores of free blocks begin only while stores reference fewer than 1 / WINDOW_SHARE of the pool
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Orders of a step to the workers. They obey `revokes` and drops first, then begin loads, and last stores."""
+    """Orders of a step. Workers obey `revokes` first and then `drops`, then begin `loads`, and last `stores`."""
 
     drops: Sequence[BlocksDropped | BlocksTrimmed] = ()
     stores: Sequence[Transfer] = ()
     loads: Sequence[Transfer] = ()
-    revokes: bool = False  # true to give up stores whose blocks are not gathered yet, so that requests get these blocks
+    revokes: bool = False  # true to give up storing the blocks not gathered yet, so that requests get these blocks
 
 
 class Driver:
-    """Driver of an engine's SessionManager.
+    """Driver of a SessionManager.
 
     Args:
         ranks: number of ranks, each of which answers every load.
-        storing: number of ranks that answer every store; None for all. The others keep no blocks.
+        storing: number of ranks that gather and answer every store; None for all. Other ranks keep no blocks.
         low, high: watermarks, as shares of the pool; see LOW_WATERMARK.
-        bursts: low and high watermarks, as multiples of the burst; see BURSTS. The larger number of blocks counts.
+        bursts: multiples of the burst, see BURSTS. A watermark is the larger of its share of the pool and its multiple.
         fronts: fast tiers in front of the last tier, the fastest first.
-        prefetch_lead_s: seconds by which a prefetch precedes the expected return; None for no prefetches.
-        redis: finds other engines' blocks, and publishes this engine's; None without Redis.
-        journal: writes sessions to the disk for the next engine; None without a disk that outlives the engine.
+        prefetch_lead_s: seconds from a prefetch to the session's expected request; None for no prefetches.
+        redis: finds other engines' sessions and blocks, and publishes this engine's own; None without Redis.
+        journal: writes sessions to the disk for the next engine; None for no journal.
         guard: chooses the codec; None for the configured codec.
         again: number of blocks at the end of a prefix cache hit that vLLM computes again, as with EAGLE.
         last_tokens: number of prompt tokens that vLLM computes on a full hit.
-        weigh: returns the bytes that a block takes of the whole budget, from its bytes on each rank.
+        weigh: returns the bytes that a block takes of the tiers' whole budget, from its bytes on each rank.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class Driver:
         self._main = manager.shape.main
         self._requests = manager.requests
         self._stores: dict[int, Store] = {}  # stores under way, by job id
-        self._loading: dict[str, Answers] = {}  # loads under way, by request id; the request may end before
+        self._loading: dict[str, Answers] = {}  # loads under way, by request id; a request may end before its load does
         self._load_of: dict[int, str] = {}  # by job id, the id of the request that the job loads for
         self._granted: list[Transfer] = []  # stores for the next step's orders
         self._loads: list[Transfer] = []  # loads for the next step's orders
@@ -114,33 +117,33 @@ class Driver:
         self._waiting: dict[str, int] = {}  # by id of a waiting request, the number of blocks that it needs
         self._ordered = Work()  # orders of the last step, until the workers have them
         self._taken = 0  # most blocks that the last step's requests can have taken
-        self._taking, self._burst = 0, 0.0  # number of blocks allocated to requests since the last step; see BURSTS
-        self._overwritten = 0  # most blocks that can have left the free queue's head since `lead_overwritten`
+        self._taking, self._burst = 0, 0.0  # blocks allocated to requests since the last step; the burst, see BURSTS
+        self._overwritten = 0  # most blocks that can have left the free queue's head since the last `lead_overwritten`
         self._looks_after = 0.0  # time until which the free queue is not searched for blocks to save
-        self._look_at = inf  # time of the next search, if a request has ended since the last; else infinity
+        self._look_at = inf  # time of the next search, if a request ended while none was allowed; else infinity
         self._was_answered = self._has_finished = False
         self.rests = False  # true while no store and no prefetch may begin; see `halt`
 
     # -- requests -------------------------------------------------------------------------------------
 
     def started(self, request: Request, blocks: int) -> None:
-        """Take a new request from `SessionManager.request_started`. blocks: number of blocks that it needs."""
+        """Take a request that `SessionManager.request_started` has made. blocks: number of blocks that it needs."""
         self._waiting[request.request_id] = blocks
         self.prefetcher.expect(request.hints.prefetch, request.session.tenant, request.began)
         if self._redis is not None:
             self._redis.look_up(request, self.usable(request.tokens))
 
     def usable(self, tokens: int) -> int:
-        """Return the most blocks that may be found of a prompt of `tokens` tokens. The last tokens are computed."""
+        """Return the number of first blocks of `tokens` tokens that may be found. vLLM computes the last tokens."""
         return (tokens - self._last_tokens) // self.manager.shape.block_tokens
 
     def matched(self, request_id: str, resident: int, usable: int, blocks: int, now: float) -> int | None:
-        """Return the number of blocks to load behind a request's resident blocks; None if vLLM shall ask again later.
+        """Return the number of blocks to load behind a request's resident blocks; None to have vLLM ask again later.
 
         Args:
             resident: number of the prompt's first blocks that vLLM found in the pool.
-            usable: number of the prompt's first blocks that may be found.
-            blocks: number of pool blocks that the request needs in all.
+            usable: number of the prompt's first blocks that may be found; see the method `usable`.
+            blocks: number of pool blocks that the request needs in all, of all groups.
         """
         if self._redis is not None:
             self._redis.hear()
@@ -149,7 +152,7 @@ class Driver:
         if request is None:
             return 0
         request.taken = 0
-        if request_id in self._loading:  # an earlier load, before a preemption, is not settled
+        if request_id in self._loading:  # an earlier load, before a preemption, still lacks a rank's result
             return None
         if self._redis is not None and self._redis.awaits(request_id, now):
             return None
@@ -162,12 +165,12 @@ class Driver:
         return max(0, self.manager.match(request, resident, usable) - self._again)
 
     def admitted(self, request_id: str, resident: int, usable: int, taken: int, brought: int = 0) -> None:
-        """Note that vLLM has allocated a request's blocks. Called again when a load of the request has ended.
+        """Note that vLLM has allocated a request's blocks. Called again after a load of the request.
 
         Args:
             resident, usable: see `matched`.
             taken: number of the request's blocks. Resident blocks count, because they too may have left the free queue.
-            brought: number of blocks behind the resident blocks that another connector loads.
+            brought: number of blocks that another KV connector loads behind the resident blocks.
         """
         request = self._requests.get(request_id)
         new = taken - (0 if request is None else request.taken)
@@ -187,12 +190,12 @@ class Driver:
             self.prefetcher.admitted(rows, resident + self._again, usable)
 
     def hits(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """Note which blocks of the prefix cache a request uses. block_ids: by KV cache group."""
+        """Note the blocks of the prefix cache that a request uses. block_ids: a list for each KV cache group."""
         if (request := self._requests.get(request_id)) is not None:
             request.exact, request.lossy = set(), self._lossy_tokens(block_ids)
 
     def handed(self, request_id: str, decoded: Sequence[Sequence[int]], derived: Sequence[Sequence[int]]) -> None:
-        """Mark blocks whose KV another engine has computed and handed over, by KV cache group.
+        """Mark blocks with KV that another engine has computed and handed over. Each argument has a list per group.
 
         Args:
             decoded: ids of blocks with KV that a lossy codec may have changed.
@@ -205,12 +208,12 @@ class Driver:
         for mark, groups in ((Mark.DECODED, decoded), (Mark.DERIVED, derived)):
             for block_ids in groups:
                 marks.set(block_ids, mark, owner)
-        for block_ids in decoded:  # they may be too coarse for requests of high quality
+        for block_ids in decoded:  # the other engine's codec may be too coarse for the hint `quality: high`
             marks.coarsen(block_ids)
         request.lossy += self._lossy_tokens([[*first, *behind] for first, behind in zip(decoded, derived, strict=True)])
 
     def computed(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Mark blocks that a request has computed behind lossy blocks. Loaded blocks keep their marks."""
+        """Mark as DERIVED the blocks that a request has computed behind lossy blocks. Leave loaded blocks alone."""
         request = self._requests.get(request_id)
         if request is not None and request.lossy:
             marks = self._pool.marks
@@ -218,12 +221,12 @@ class Driver:
             marks.set(derived, Mark.DERIVED, request.session.owner)
 
     def cached(self, request_id: str, blocks: int) -> None:
-        """Note the number of a running request's full blocks in the prefix cache after this step."""
+        """Note that at least the first `blocks` full blocks of a running request are in the prefix cache."""
         if (request := self._requests.get(request_id)) is not None:
             request.computed = max(request.computed, blocks)
 
     def asker(self, request_id: str) -> Asker | None:
-        """Return `Request.asker` of the request; None if the request takes exact KV only, or is unknown."""
+        """Return `Request.asker`, the owner of the request's session; None if unknown, or if only exact KV will do."""
         request = self._requests.get(request_id)
         return None if request is None else request.asker
 
@@ -238,8 +241,8 @@ class Driver:
         """Begin a load for a request.
 
         Args:
-            resident, end: range of the prompt's blocks to load, from `resident` to before `end`.
-            block_ids: ids of the pool's blocks to load the main group's blocks into.
+            resident, end: bounds of the prompt's blocks found in tiers, from `resident` to before `end`.
+            block_ids: ids of the main group's blocks to load into; none for the last `again` of the found blocks.
             beside: for each further KV cache group, its index, block hashes, and ids of blocks to load into.
         """
         request, manager = self._requests[request_id], self.manager
@@ -264,22 +267,22 @@ class Driver:
         request.lossy += self._lossy_tokens([job.block_ids.tolist() for job in jobs])
 
     def _lossy_tokens(self, block_ids: Iterable[Sequence[int]]) -> int:
-        """Return the number of tokens in the lossy blocks of the group with most. block_ids: by KV cache group."""
+        """Return the number of lossy tokens, by the group with most lossy blocks. block_ids: a list for each group."""
         lossy = (len(self._pool.marks.lossy(of_group)) for of_group in block_ids)
         return max(lossy, default=0) * self.manager.shape.block_tokens
 
     def loads_of(self, request_id: str) -> Sequence[Transfer]:
-        """Return the jobs of a request's load under way."""
+        """Return the jobs of a request's load under way, one for each group; empty without a load."""
         answers = self._loading.get(request_id)
         return () if answers is None else answers.jobs
 
     def found(self, request_id: str) -> int:
-        """Return the number of a prompt's tokens that were resident or loaded."""
+        """Return the number of tokens of a request's prompt that were resident or loaded."""
         request = self._requests.get(request_id)
         return (0 if request is None else request.found or 0) * self.manager.shape.block_tokens
 
     def returned(self, request_id: str) -> Asker | None:
-        """Return the asker of a request that had a load and uses lossy KV; None for any other request."""
+        """Return `asker` of a request that uses lossy KV and for which a load has brought blocks; else None."""
         request = self._requests.get(request_id)
         return request.asker if request is not None and request.was_loaded and request.lossy else None
 
@@ -292,7 +295,7 @@ class Driver:
         points: Sequence[PointParts] = (),
         ending: str = "",
     ) -> Outcome | None:
-        """Note the end of a request. Return the answer to its hints; None for an unknown request.
+        """Note the end of a request. Return the answer to the client's hints; None for an unknown request.
 
         Arguments: see `SessionManager.request_finished`.
         """
@@ -356,9 +359,9 @@ class Driver:
         return work
 
     def _smallest_first(self, loads: Sequence[Transfer]) -> Sequence[Transfer]:
-        """Return loads in the order of the bytes that their request loads, the fewest first, and prefetches last.
+        """Return loads sorted by the sum of bytes that their request loads, the fewest first. Prefetches come last.
 
-        Workers begin the loads of an earlier step first. So a small load passes only large loads of its own step.
+        Workers begin the loads of an earlier step first. So a small load overtakes only loads of its own step.
         """
         groups, nbytes = self.manager.shape.groups, Counter[str | None]()
         for job in loads:
@@ -366,10 +369,10 @@ class Driver:
         return sorted(loads, key=lambda job: (job.request_id is None, nbytes[job.request_id]))
 
     def _expect_burst(self, taken: int) -> None:
-        """Set the watermarks so that a step with a burst of blocks takes saved blocks only; see BURSTS.
+        """Set the watermarks so that a step which takes a burst of blocks overwrites no unsaved block; see BURSTS.
 
-        Otherwise a prompt that takes much of the pool may overwrite the unsaved head of a session. The session's saved
-        tail is worthless then.
+        Otherwise a prompt that takes much of the pool may overwrite the unsaved first blocks of a session. The saved
+        blocks behind them are worthless then. taken: see `step`.
         """
         blocks, self._taking = max(self._taking, taken), 0
         if not blocks:
@@ -384,7 +387,7 @@ class Driver:
         self._ordered = Work()
 
     def wanted(self, now: float) -> int:
-        """Return the number of blocks to save because memory is short; 0 if it is not, or after a look found none."""
+        """Return the number of blocks to save if memory is short; 0 if not, or if a look for blocks just found none."""
         storing = self.manager.blocks.storing
         short = self._low - storing
         if short <= 0 or now < self._looks_after or (left := self.runway.length(short)) >= short:
@@ -393,12 +396,12 @@ class Driver:
 
     @property
     def _first_waiting(self) -> int:
-        """Number of blocks that the longest waiting request needs; 0 if none waits."""
+        """Number of blocks that the first of `_waiting` needs; 0 if no request waits."""
         return next(iter(self._waiting.values()), 0)
 
     @property
     def _room(self) -> int:
-        """Most free blocks that new stores may reference. Requests cannot have these until all ranks have gathered."""
+        """Most free blocks that new stores may reference. Requests get none of these until all ranks gathered them."""
         free, first = len(self._pool) - 2 * self._taken, self._first_waiting
         if first <= free:
             free -= first  # if the first request does not fit, it waits for running requests' blocks
@@ -406,7 +409,7 @@ class Driver:
         return max(0, min(window, free, A_STEP - self.manager.blocks.storing))
 
     def _save_running(self, now: float) -> None:
-        """Begin to store blocks of running requests. As the requests reference these blocks, no free block is taken."""
+        """Begin to store blocks of running requests. No free block is taken, because the requests reference these."""
         for request in self._requests.values():
             room = A_STEP - self.manager.blocks.storing
             if room <= 0:
@@ -419,19 +422,19 @@ class Driver:
 
     def _begin(self, stores: Iterable[Store]) -> None:
         for store in stores:
-            self.runway.taken(len(store.rows))  # a saved block that is stored again leaves the queue
+            self.runway.taken(len(store.rows))  # a saved block that is stored again leaves the free queue
             self._stores[store.transfer.job_id] = store
             self._granted.append(store.transfer)
 
     @property
     def _holding(self) -> int:
-        """Number of blocks that stores reference, because not all ranks have gathered them."""
+        """Number of blocks that stores reference, because not all storing ranks have gathered them."""
         return sum(len(store.block_ids) for store in self._stores.values())
 
     # -- results --------------------------------------------------------------------------------------
 
     def gathered(self, job_ids: Iterable[int]) -> None:
-        """Note that a rank has gathered these stores. The pool gets back the blocks that all storing ranks gathered."""
+        """Take ids of stores, each once for a rank that gathered it. Free blocks that all storing ranks gathered."""
         for job_id in job_ids:
             if (store := self._stores.get(job_id)) is not None:
                 store.gathered += 1
@@ -528,7 +531,7 @@ class Driver:
     # -- the rest -------------------------------------------------------------------------------------
 
     def steer(self, what: str, session: Session, now: float, seconds: float | None = None, tool: str = "") -> str:
-        """Obey an operator's order for a session. what: "prefetch", or an order of `SessionManager.steer`."""
+        """Obey an operator's order: "prefetch", or see `SessionManager.steer`. Return a reason for a refusal, or ""."""
         if what != "prefetch":
             return self.manager.steer(what, session, now, seconds, tool)
         if not self.prefetcher.is_on:
@@ -537,7 +540,7 @@ class Driver:
         return ""
 
     def reset(self, now: float) -> str:
-        """Drop all saved KV, as vLLM drops its KV. Return the new namespace for `Tier.cleared`; empty without Redis."""
+        """Drop all saved KV, and empty sessions. Return the new namespace for `Tier.cleared`; empty without Redis."""
         for store in self._stores.values():
             store.is_void = True
         self.manager.reset()
@@ -551,7 +554,7 @@ class Driver:
         return name
 
     def halt(self, now: float) -> None:
-        """Begin no store and no prefetch while `rests` is set. Give back the blocks of stores that no worker knows."""
+        """Set `rests`: begin no store and no prefetch. Give back the blocks of stores that no worker knows."""
         self.rests = True
         self._refuse_granted(now)
 
@@ -565,10 +568,7 @@ class Driver:
     # -- after an error -------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Give back the blocks of stores and prefetches that no worker knows.
-
-        The tables of the manager are left alone, because they may be wrong after an error.
-        """
+        """Give back blocks of stores and prefetches that no worker knows. Leave the manager alone: it may be wrong."""
         for job in chain(self._granted, self._ordered.stores):
             if (store := self._stores.pop(job.job_id, None)) is not None:
                 self._let_go(store)
@@ -585,7 +585,7 @@ class Driver:
 
     @property
     def has_work(self) -> bool:
-        """True if a step would have something to do, though no request runs or waits."""
+        """True if the engine should run a step even if no request runs or waits."""
         told = self._redis is not None and self._redis.sessions.has_answers
         changed = bool(self.manager.table.changed) or bool(self._drops)
         looks = self._was_answered or self.prefetcher.was_settled
@@ -593,7 +593,7 @@ class Driver:
 
     @property
     def has_orders(self) -> bool:
-        """True if a further step would at once have orders for the workers."""
+        """True if a further step would at once have orders for the workers, or for the pool by `order_some`."""
         orders = self._drops or self._granted or (self.manager.to_order and not self.rests)
         return bool(orders) or (bool(self.manager.saving) and not self._stores and self._room > 0)
 
@@ -613,7 +613,7 @@ class Driver:
 
     @property
     def next_deadline(self) -> float:
-        """Time of the next step that has something to do without further calls; infinity for none."""
+        """Time of the next step that has something to do even if nothing is called before; infinity for none."""
         said, prefetcher = self.manager.said, self.prefetcher
         of_sessions = self.manager.due.least, said.ttls.least, said.pins.least, prefetcher.expected.least
         return min(*of_sessions, prefetcher.look_at, self._look_at)

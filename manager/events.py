@@ -1,7 +1,8 @@
-"""Events of an engine, in one stream: changes of sessions, of blocks and of the shared tier.
+"""Events of an engine, in one stream: changes of sessions, of blocks and of the shared tier (Redis).
 
-Histories of sessions, KV events, metrics, the log, traces and the driver subscribe. Times are seconds. Bytes are of all
-ranks together. A resume point is a length of a session at which every KV cache group has the blocks needed to continue.
+A saved block is compressed, in a tier such as RAM or a disk. A resume point is a length of a session at which every KV
+cache group has the blocks needed to continue. Histories of sessions, KV events, metrics, the log, traces and the driver
+subscribe. Times are seconds. Bytes are of all ranks together.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -46,17 +47,17 @@ class Evicted(Event, frozen=True, tag=True, array_like=True):
     """A session went cold: no request of it runs, and all its full blocks are saved in a tier."""
 
     session_id: str
-    blocks: int  # number of the session's blocks of the main KV cache group
+    blocks: int  # number of blocks of the main KV cache group, whose block hashes make up the session
     beside: int  # number of blocks of further KV cache groups at the session's resume points
     tokens: int  # number of tokens in `blocks`
     pool_nbytes: int  # bytes that `blocks` and `beside` take in the pool
     stored: int  # number of blocks saved since the last request began; the others were saved before
     stored_nbytes: int  # bytes of the `stored` compressed blocks
     cold_nbytes: int  # bytes of the compressed blocks of `blocks` and `beside`
-    exact: int  # number of `blocks` with exact tokens
+    exact: int  # number of these `blocks` in which some tokens are kept exact
     idle_s: float  # seconds from the last request's end to the begin of saving
     took_s: float  # seconds from the begin of saving to its end
-    is_pressed: bool  # true if memory was short, false if the session was idle for long enough
+    is_pressed: bool  # true if blocks were saved because memory was short
 
 
 class Restored(Event, frozen=True, tag=True, array_like=True):
@@ -102,21 +103,18 @@ class EncodingBegins(Event, frozen=True):
 
 
 class Loading(Event, frozen=True):
-    """Blocks of a codec with refinements are about to be decoded for a request.
+    """Blocks are about to be decoded for a request. Their codec has refinements, parts that make decoded KV finer."""
 
-    A refinement is a part of a compressed block. Each that follows the base makes the decoded KV finer.
-    """
-
-    levels: Sequence[int]  # for each block, its number of refinements
+    levels: Sequence[int]  # for each block whose KV the codec has changed, its number of refinements
 
 
 class BlocksSaved(Event, frozen=True):
-    """Every rank has stored these consecutive blocks."""
+    """These consecutive blocks are saved now."""
 
     group: int
     block_hashes: Sequence[bytes]
     first: int  # position of the first block in the session
-    seconds: float | None = None  # mean time of a block on the slowest rank; None if another engine stored the blocks
+    seconds: float | None = None  # mean time of a block on the slowest rank; None if not stored by this engine
 
 
 class BlocksDropped(Event, frozen=True):
@@ -136,13 +134,13 @@ class BlocksTrimmed(Event, frozen=True):
 
 
 class StoreFailed(Event, frozen=True):
-    """A block could not be stored. causes: each different cause on any rank, a label of a metric."""
+    """A block could not be stored. causes: the different causes on all ranks, each a label of a metric."""
 
     causes: Collection[str]
 
 
 class Overwritten(Event, frozen=True):
-    """The pool was found to have overwritten blocks of a session before they were saved. blocks: their number."""
+    """The pool was found to have overwritten unsaved blocks of a session. blocks: number of these blocks."""
 
     blocks: int
 
@@ -168,7 +166,7 @@ class LookedUp(Event, frozen=True):
 
 
 class StoreIsUp(Event, frozen=True):
-    """The shared tier (Redis) began or stopped to answer."""
+    """The shared tier (Redis) has begun to answer, or does not answer any more."""
 
     is_up: bool
 

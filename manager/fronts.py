@@ -1,7 +1,7 @@
 """Estimate of the compressed blocks in each front tier, for questions about the tiers that have a session.
 
 A front tier is a fast tier in front of a slower tier: GPU memory in front of RAM, RAM in front of a disk or Redis, or a
-disk in front of Redis. The workers keep recently used blocks in front tiers. Only the workers know these blocks.
+disk in front of Redis. The workers keep recently used blocks in front tiers. Only the workers know which blocks.
 """
 
 from collections import OrderedDict
@@ -50,8 +50,8 @@ class FrontTiers:
     def settle(self) -> None:
         """Note for each front tier that blocks have left it, until the rest of its blocks fits the tier's budget.
 
-        The last blocks of the sessions that went cold first leave. If reads fill front tiers, sessions that are not
-        cold are passed over, because their blocks were read or stored recently.
+        Sessions lose blocks in the order in which they went cold, each from the end. If reads fill front tiers, skip
+        sessions that are not cold, because their blocks were read or stored recently.
         """
         blocks = self._blocks
         for tier, (order, budget) in enumerate(zip(self._used, self.budgets, strict=True)):
@@ -74,7 +74,7 @@ class FrontTiers:
                 del order[session_id]
 
     def read(self, rows: Rows) -> None:
-        """Note that blocks were read. If reads fill front tiers, all tiers faster than a block's have the block now."""
+        """Note that blocks were read. If reads fill front tiers, all tiers faster than a block's own have it now."""
         if self._fills_on_read:
             rows = rows[(self._blocks.moved[rows] & 1) > 0]
             moved = self._blocks.moved[rows]

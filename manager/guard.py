@@ -1,8 +1,8 @@
 """Choice of the codec by measurements on KV of the served model.
 
 Blocks are encoded with the finest lossy codec until every rank has measured enough blocks. Measuring continues, and may
-change the choice to a finer or a coarser codec. A recheck computes a restored prompt again, and gives the divergence of
-the model's next token behind the restored KV. Rechecks can only refuse a codec.
+change the choice to a finer or a coarser codec. A recheck computes a restored prompt again, and gives the divergence
+between the predictions of the next token behind restored and computed KV. Rechecks can only refuse codecs.
 """
 
 from collections import deque
@@ -41,12 +41,12 @@ class Guard:
         self._verdicts: dict[int, Verdict] = {}
         self._judged: int | None = None
         self._divergences: deque[float] = deque(maxlen=RECHECKS)
-        self._coarsest = 0  # first choice that rechecks have not refused
+        self._coarsest = 0  # index of the first choice that rechecks have not refused
         self._used = self._finest
         self._use(self._finest)
 
     def answered(self, verdicts: Sequence[Verdict]) -> None:
-        """Take ranks' newest measurements. Once all ranks have measured, use the coarsest codec that suits all."""
+        """Take ranks' newest measurements. Given all, use the coarsest codec that suits; if one failed, the finest."""
         self._verdicts.update((verdict.rank, verdict) for verdict in verdicts)
         found = list(self._verdicts.values())
         if len(found) < self._ranks:
@@ -63,7 +63,7 @@ class Guard:
         self._manager.events(Judged(worst, choice, codec, choice != was))
 
     def offer(self, choice: Choice) -> None:
-        """Add a codec coarser than all. The codec in use stays until all ranks have measured the new codec."""
+        """Add a codec coarser than all others. The codec in use stays until all ranks have measured the new codec."""
         self._choices = [choice, *self._choices]
         self._finest, self._used = self._finest + 1, self._used + 1
         self._coarsest += self._coarsest > 0
@@ -73,8 +73,8 @@ class Guard:
     def rechecked(self, divergence: float) -> float | None:
         """Take the divergence that a recheck has measured, in nats.
 
-        If the mean of the last RECHECKS divergences is too large, refuse the codec in use and return the mean. Else
-        return None.
+        If the mean of the last RECHECKS divergences is too large, refuse the codec in use and all coarser ones. Return
+        the mean then, else None.
         """
         if self._used > self._finest:
             return None

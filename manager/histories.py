@@ -36,9 +36,9 @@ class EventKind(StrEnum):
 class HistoryEvent:
     """Event of a session, for people.
 
-    at: time on the clock of `Histories`. text: a short sentence. tokens, blocks: number of tokens and of blocks: of the
-    session for a turn, else evicted, restored or dropped. bytes: bytes of these blocks, compressed. seconds: duration.
-    saved_tokens: number of tokens that need not be computed, because they were resident or restored.
+    at: time on the clock of `Histories`. text: a short sentence. tokens, blocks: number of tokens, and of blocks, that
+    the session has after a turn, or that were evicted, restored or dropped. bytes: bytes of compressed blocks. seconds:
+    duration. saved_tokens: number of a request's tokens not computed, because they were resident or restored.
     """
 
     at: float

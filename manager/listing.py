@@ -1,7 +1,7 @@
 """Lists of sessions for users: filtered, sorted, and a page at a time.
 
-Besides blocks, sessions of models with recurrent states have resume points: saved states, each after a number of tokens
-from which the session can go on.
+Besides blocks, sessions of models with sliding windows or recurrent states have resume points: lengths from which the
+session can go on, with the blocks of windows or states needed there.
 """
 
 import heapq
@@ -23,16 +23,16 @@ from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Session, SessionState, qualified
 
 MOST = 1000
-"""Most sessions, first in the eviction policy's order, that are searched for a tenant's own."""
+"""Number of sessions, the first in the eviction policy's order, that are searched for a tenant's own sessions."""
 STATES = list(SessionState)
 
 
 class Sort(StrEnum):
     """Sort key of a list of sessions.
 
-    Bytes are estimates. HOT_BYTES takes sessions with a request, and from the most recently used on those that still
-    fit, to be resident whole, and all others to have only their unsaved blocks in vLLM's pool. COLD_BYTES takes all
-    saved blocks to be of the codec's expected size.
+    Bytes are estimates. HOT_BYTES takes a session to be wholly in vLLM's pool if a request of it runs, or if it fits
+    there behind more recently used ones. Any other session counts with its unsaved blocks only. COLD_BYTES takes every
+    saved block to have the codec's expected size.
     """
 
     LAST_USED = auto()
@@ -49,10 +49,10 @@ class Query(NamedTuple):
 
     states: Collection[SessionState] | None = None
     bound: str | None = None  # tenant that asks, and sees only its own sessions, with the ids that it gave
-    tenant: str | None = None  # of the sessions
+    tenant: str | None = None  # tenant of the sessions to list
     tier: str | None = None  # name of a tier that has some of the session's blocks
     pinned: bool | None = None
-    prefix: str = ""  # of the ids
+    prefix: str = ""  # beginning of the ids
     sort: Sort = Sort.LAST_USED
     descending: bool = True
     limit: int = 100
@@ -61,7 +61,7 @@ class Query(NamedTuple):
 
 @dataclass(frozen=True)
 class Held:
-    """Saved blocks of a session in a tier. bytes: of blocks and resume points."""
+    """Saved blocks of a session in a tier. bytes: of these, and of resume points' blocks."""
 
     tokens: int
     blocks: int
@@ -77,7 +77,7 @@ class SessionInfo:
         hot_blocks, hot_bytes: blocks in vLLM's pool.
         cold_blocks: saved blocks.
         cold_bytes: bytes of saved blocks and of resume points in the tiers.
-        tiers: tiers with some of these, by name, the fastest first.
+        tiers: tiers that have some of the saved blocks or resume points, by name, the fastest first.
         created, last_used: seconds of the manager's clock, plus the offset that was asked for (see `Listing.page`).
         expected_return: time announced by the client, or estimated for the tool; of the same clock.
         tool: tool that the client waits for.
@@ -127,7 +127,7 @@ class Page(NamedTuple):
 
 
 class Listing:
-    """Sessions of an engine. A page costs O(n log(offset + limit)) for n sessions, by HOT_BYTES O(n log n).
+    """Sessions of an engine. A page costs about O(n log(offset + limit)) for n sessions, by HOT_BYTES O(n log n).
 
     Args:
         fronts: the tiers in front of the last.
@@ -220,9 +220,9 @@ class Listing:
         )
 
     def _is_in(self, name: str, session: Session) -> bool:
-        """True if a tier has some of the session's blocks or resume points. Tails leave a fast tier before heads."""
+        """True if a tier has some of the session's saved blocks. Last blocks leave a fast tier before first blocks."""
         saved, fronts, tier = self._saved(session), self._fronts, self._tiers.index(name)
-        if tier == len(fronts) and fronts.keeps_behind:  # it has all saved blocks
+        if tier == len(fronts) and fronts.keeps_behind:  # this tier has all saved blocks and resume points
             return saved > 0 or bool(session.points)
         at = 0 if tier < len(fronts) else saved - 1
         return saved > 0 and fronts.has(tier, int(self._blocks.moved[session.rows[at]]))
@@ -244,14 +244,14 @@ class Listing:
         return self._saved(session) * self._table.shape.cold_nbytes + points
 
     def _saved(self, session: Session) -> int:
-        """Return the number of saved first blocks, by bisection: usually exactly the first blocks are saved."""
+        """Return the number of saved blocks, by bisection, because the saved blocks are usually the first ones."""
         rows, status = session.rows, self._blocks.status
         if session.is_cold:
             return len(rows)
         return bisect_left(rows, True, key=lambda row: not status[row] & SAVED)
 
     def _resident(self) -> dict[Session, int]:
-        """Return about how many blocks of each session are resident. See `Sort`."""
+        """Return an estimate of the number of resident blocks of each session; see `Sort`."""
         room, resident = self._manager.pool.size, dict[Session, int]()
         for session in sorted(self._table.by_id.values(), key=attrgetter("last_used"), reverse=True):
             length = len(session.rows)

@@ -1,8 +1,8 @@
 """Interface to the block pool of vLLM or of the simulator: block ids, the prefix cache, and the free queue.
 
-A resident block is in the prefix cache. A saved block has a compressed copy in a tier. An empty block has no hash. The
-free queue has, from the head on, empty blocks, saved blocks, and unsaved blocks. The pool hands out blocks from the
-head, to be overwritten.
+A resident block is in the prefix cache. A saved block has a compressed copy in a tier, such as RAM or a disk. From its
+head on, the free queue has blocks without a hash, then saved blocks of the main KV cache group (whose block hashes make
+up sessions), then all others. The pool hands out blocks from the head, to be overwritten.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,10 +13,10 @@ BlockName: TypeAlias = tuple[int, bytes]  # KV cache group and block hash
 Owner: TypeAlias = tuple[str, str]
 """Tenant and name of a session, common to all branches of the session; see `Session.owner`.
 
-A block with lossy KV has the owner of the session that the KV was decoded for, and serves only this owner.
+A lossy block (see `Mark`) has the owner of the session for which its KV was made, and serves only this owner.
 """
 Asker: TypeAlias = Owner | tuple[str, str, str]
-"""Owner of a request's session, followed by "high" if the request refuses KV decoded from coarse blocks."""
+"""Owner of a request's session, followed by "high" if the request refuses coarse blocks; see `Marks.coarsen`."""
 
 
 class Mark(IntEnum):
@@ -62,7 +62,7 @@ class Marks:
                 del self._owners[block_id]
 
     def coarsen(self, block_ids: Iterable[int]) -> None:
-        """Note that marked blocks are too coarse for requests of high quality."""
+        """Note that marked blocks are too coarse for requests with the hint `quality: high`."""
         self._coarse.update(block_ids)
 
     def clear(self, block_ids: Iterable[int]) -> None:
@@ -122,7 +122,7 @@ class Pool(Protocol):
         """Note that referenced blocks are saved. The prefix cache need not have these blocks yet."""
 
     def keep(self, group: int, block_hashes: Sequence[bytes]) -> None:
-        """Note that blocks are saved. Of the main group, they are overwritten before unsaved blocks, in this order."""
+        """Note that blocks are saved. Blocks of the main group are overwritten before unsaved ones, in this order."""
 
     def lead(self, group: int, block_hashes: Sequence[bytes]) -> None:
         """Have the pool overwrite these saved blocks before all further saved blocks, in the given order."""
@@ -149,9 +149,9 @@ class Pool(Protocol):
         """Yield saved blocks among the first `most` of the free queue, each with its index. Skip blocks given up."""
 
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
-        """Yield saved blocks with KV that was not decoded and will not be overwritten soon.
+        """Yield saved blocks that will not be overwritten soon, unless their KV was decoded.
 
-        Referenced blocks come first, then free blocks, and of these the block that is overwritten last.
+        Referenced blocks come first. Free blocks follow, those first that are overwritten last.
 
         Args:
             spare: number of free saved blocks to leave out, from the head of the free queue on.

@@ -1,8 +1,8 @@
-"""The constants of xxh3-64 without a seed for inputs over 240 bytes, for the device code of block checksums.
+"""Constants of xxh3-64 without a seed, for inputs over 240 bytes, for CUDA kernels that hash compressed KV blocks.
 
-The input is read as 64-bit words, little-endian, 8 in each stripe. Word i of stripe s of a kibibyte goes with
-SECRET[s + i]; after 16 stripes the sums are scrambled with SECRET[16 + i]. LAST goes with the input's last 64
-bytes, MERGE with the sums in the end.
+The input is read as 64-bit words, little-endian, 8 in each stripe. SECRET[s + i] is mixed with word i of stripe s of a
+kibibyte, and SECRET[16 + i] with sum i after each 16 stripes. LAST is mixed with the input's last 64 bytes, and MERGE
+with the 8 sums in the end.
 """
 
 import struct

@@ -1,8 +1,8 @@
-"""Frequencies of rounded numbers with a known distribution of unknown width, for the entropy coder.
+"""Tables of symbol frequencies for the entropy coder, of rounded numbers from generalized Gaussian distributions.
 
-A component of a transform is somewhere between Gaussian and Laplacian, with heavier tails now and then: the generalized
-Gaussian's density is exp(-|x|**shape), scaled to a standard deviation. Tables are of a few shapes and many deviations,
-measured in steps of the quantizer.
+The distribution of numbers, rotated or transformed, is somewhere between Gaussian and Laplacian, or has heavier tails.
+The generalized Gaussian's density is proportional to exp(-|x|**shape), scaled to a standard deviation. There is a table
+for each of a few shapes and many deviations. Deviations are in steps of the quantizer.
 """
 
 from functools import lru_cache
@@ -18,18 +18,16 @@ DEVIATIONS = 2.0 ** (np.arange(-10, 18) / OCTAVE)
 SCALE = 1 << 12
 LARGEST = 127
 ESCAPE = 255
-"""Symbol of all remaining numbers."""
+"""Symbol of all numbers without a frequency; the number follows in 16 bits."""
 RAREST = 0.5 / SCALE
-"""Least probability of a number without escape."""
+"""Least probability of a number that gets a frequency, so that it needs no escape."""
 UNIT = 256
 """Number of units in a bit: sizes are counted in 1 / UNIT of a bit."""
 
 
 @lru_cache
 def family() -> npt.NDArray[np.uint16]:
-    """Frequencies [tables, 256], of 4,096: of the numbers -127 to 127, and last of all remaining numbers, at
-    least 1.
-    """
+    """Return frequencies [tables, 256] of the numbers -127 to 127, and last of ESCAPE, at least 1. The sum is SCALE."""
     made = np.array(
         [as_frequencies(_masses(each, deviation)) for each in map(_density, SHAPES) for deviation in DEVIATIONS],
         np.uint16,
@@ -39,7 +37,7 @@ def family() -> npt.NDArray[np.uint16]:
 
 
 def costs(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
-    """Return bits for each number, [tables, 256], with 16 behind an escape. Numbers without a frequency are escaped."""
+    """Return the bits of each number, [tables, 256]. Numbers without a frequency cost an escape and 16 bits."""
     with np.errstate(divide="ignore"):
         bits = np.log2(SCALE) - np.log2(frequencies.astype(np.float64))
     escape = bits[:, -1:] + 16
@@ -58,7 +56,7 @@ def as_frequencies(likely: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """Return frequencies of probabilities [n], and the escape's, [n + 1]. The sum is SCALE."""
     counts = np.where(likely < RAREST, 0, np.maximum(1, np.rint(likely * SCALE))).astype(np.int64)
     escape = max(1, round((1 - likely[counts > 0].sum()) * SCALE))
-    excess = int(counts.sum()) + escape - SCALE  # rounding, taken from the likeliest
+    excess = int(counts.sum()) + escape - SCALE  # of rounding; taken from the likeliest numbers
     order = np.argsort(-counts, kind="stable")[: max(1, int((counts > 1).sum()))]
     counts[order] -= excess // len(order)
     counts[order[: excess % len(order)]] -= 1
@@ -66,7 +64,7 @@ def as_frequencies(likely: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
 
 
 def _masses(density: npt.NDArray[np.float64], deviation: float) -> npt.NDArray[np.float64]:
-    """Masses of -127 to 127, summed over the points of `_density`."""
+    """Return the probabilities of the numbers -127 to 127, from the points of `_density`."""
     points = np.linspace(0, 24 * deviation, len(density))
     right = np.bincount(np.minimum(np.rint(points), LARGEST + 1).astype(np.int64), density, LARGEST + 2)
     right[0] *= 2
@@ -76,13 +74,13 @@ def _masses(density: npt.NDArray[np.float64], deviation: float) -> npt.NDArray[n
 
 
 def _density(shape: float) -> npt.NDArray[np.float64]:
-    """Density of a number, at points up to 24 deviations."""
+    """Return the density, not normalized, at points from 0 to 24 standard deviations."""
     density: npt.NDArray[np.float64] = np.exp(-((np.linspace(0, 24, 400_001) * _root(shape)) ** shape))
     return density
 
 
 def _root(shape: float) -> float:
-    """Deviation of exp(-|x|**shape)."""
+    """Return the standard deviation of a number with a density proportional to exp(-|x|**shape)."""
     x = np.linspace(0, 60 ** (1 / shape), 400_001)
     density = np.exp(-(x**shape))
     return float(np.sqrt((density * x * x).sum() / density.sum()))

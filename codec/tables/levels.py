@@ -1,15 +1,16 @@
 """Tables of a calibrated codec's levels: nested intervals of numbers, and the likelihood of each part of an interval.
 
-A block's base has the coarsest level 0, and each refinement adds the next level. The whole number of a component at
-the finest level is q3; numbers of coarser levels follow from it, and keep the sign:
+A compressed block's base has the coarsest level 0, and each refinement adds the next level. The whole number of a
+component at the finest lossy level is q3. Numbers of coarser levels follow from q3, and keep the sign:
 
     |q2| = (|q3| + 1) // 3;  |q1| = |q2| // 2;  |q0| = |q1| // 2
 
-The intervals nest (Equitz and Cover, "Successive refinement of information", 1991), and dead zones grow for small
-numbers. A table has a shape of SHAPES, generalized Gaussians, and a width of WIDTHS. A refinement encodes in which part
-of its interval a number is, by the table and the magnitude at the level before. A number is decoded to its interval's
-mean. The refinement that makes a block exact encodes the distance from an expected cell, an interval of 2**n units. For
-numbers in the first cell it encodes their exponent too, as a fall: how many octaves it is below the cell.
+The intervals nest (Equitz and Cover, "Successive refinement of information", 1991); around 0 they are the widest. A
+table has a generalized Gaussian's shape of SHAPES and a width of WIDTHS. A refinement encodes in which part of its
+interval a number is, with frequencies by the table and the magnitude at the level before. A number decodes to its
+interval's mean. The last refinement makes a block exact: it encodes the distance of a number's cell, an interval of
+2**n units, from the expected cell. In a cell at 0 it also encodes a fall: by how many octaves the number's exponent is
+below the cell's largest exponent.
 """
 
 from functools import cache
@@ -26,7 +27,7 @@ STEPS = 12, 6, 3, 1
 WIDTHS = 2.0 ** (np.arange(-24, 24) / 3)
 """Standard deviations of the tables' distributions, in steps of the base."""
 MAGNITUDES = 4
-"""Number of magnitudes with separate tables: 0, 1, 2, and more."""
+"""Number of magnitudes with separate frequencies: 0, 1, 2, and all from 3 on."""
 FINE = 16
 """Units in a step of the finest level, for positions inside an interval."""
 FALLING = len(SHAPES) * len(WIDTHS)
@@ -46,10 +47,7 @@ def coarser(magnitudes: Whole) -> list[Whole]:
 
 @cache
 def _masses() -> tuple[Doubles, Doubles]:
-    """Return probability and mean of every interval of the finest level, [tables, magnitudes].
-
-    The mean is the middle for a probability below 1e-12.
-    """
+    """Return probability and mean of each magnitude's interval at the finest level, [tables, magnitudes]."""
     most = (LARGEST + 1) * STEPS[0]
     edges = np.maximum(np.arange(most + 1) - 0.5, 0)
     masses, means = [], []
@@ -74,7 +72,7 @@ def _summed(x: Doubles, parents: Whole, size: int) -> Doubles:
 
 @cache
 def centres() -> npt.NDArray[np.int32]:
-    """Return decoded positions in an interval, [levels, tables, magnitudes], in 1 / FINE of a finest step."""
+    """Return intervals' means less magnitude * step; 0 for 0. [levels, tables, magnitudes], in finest step / FINE."""
     mass, mean = _masses()
     made = np.zeros((len(STEPS), len(mass), MAGNITUDES), np.int32)
     for level, parents in enumerate(coarser(np.arange(mass.shape[1]))):
@@ -110,7 +108,10 @@ def _of_magnitudes(masses: Doubles) -> npt.NDArray[np.uint16]:
 
 @cache
 def parts() -> npt.NDArray[np.uint32]:
-    """Return frequencies of the symbols -1, 0 and 1, with sum SCALE: [refinements, tables, magnitudes, 3]."""
+    """Return frequencies of a refinement's symbols, with sum SCALE: [refinements, tables, magnitudes, 3].
+
+    Symbols -1, 0 and 1: the finer magnitude less the coarser magnitude times SPLITS; for magnitude 0 the finer number.
+    """
     mass = _masses()[0]
     levels = coarser(np.arange(mass.shape[1]))
     made = np.zeros((len(SPLITS), len(mass), MAGNITUDES, 3), np.uint32)
@@ -130,6 +131,6 @@ def parts() -> npt.NDArray[np.uint32]:
 
 @cache
 def edges() -> npt.NDArray[np.uint32]:
-    """Return the ends of a refinement's first two symbols, 16 bits each, [refinements, tables, magnitudes]."""
+    """Return the sums of `parts` of the first symbol and of the first two, as 16 bits each: [..., magnitudes]."""
     first, second = np.cumsum(parts(), -1, np.uint32)[..., :2].transpose(3, 0, 1, 2)
     return np.ascontiguousarray(first | second << np.uint32(16))

@@ -1,8 +1,9 @@
 """Fixed randomized Hadamard rotation: x -> H S x, orthonormal, the same for every vector, process and machine.
 
-S flips signs; H is the Walsh-Hadamard transform in natural order over 1/sqrt(size). Where head_dim is no
-power of two, H is block-diagonal over the powers of two in its binary expansion, largest first (96 = 64 + 32,
-80 = 64 + 16). The order of the additions is part of the format: strides 1, 2, 4, ... up to half the block.
+S flips signs; H is the Walsh-Hadamard transform in natural order times 1/sqrt(size). If head_dim is no power of two, H
+is block-diagonal, a block for each power of two in head_dim's binary expansion, largest first (96 = 64 + 32). The order
+of additions is part of the format: strides 1, 2, 4, ... up to half the block. Codecs' docstrings call H without the
+factor hadamard, and the signs with the factor w.
 
 The sign of element i is the top bit of splitmix64's i-th output from SEED, set for minus:
 
@@ -37,7 +38,7 @@ def block_sizes(head_dim: int) -> tuple[int, ...]:
 
 
 def weights(head_dim: int) -> npt.NDArray[np.float32]:
-    """Return the sign of each element over the square root of the element's block size, [head_dim] float32.
+    """Return the sign of each element divided by the square root of the element's block size, [head_dim] float32.
 
     To rotate, multiply by the weights, then transform each block. To rotate back, transform first.
     """

@@ -1,8 +1,8 @@
-"""Measurement of a model that reads a text, to make a profile: statistics of the KV cache, and metrics.
+"""Measurement of a model that reads a text, to make a calibrated codec's profile: statistics of KV, and metrics.
 
 The cache has keys and values, or latents (MLA) and RoPE's part of keys. A metric says how much errors in the cache
-matter: it is half Fisher's information (Amari, 1998), and half made without a gradient; docs/calibration.md says why.
-This needs torch and Transformers.
+matter: half of a metric is Fisher's information (Amari, 1998), and half is made without a gradient;
+docs/calibration.md says why. This module needs torch and Transformers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +26,9 @@ from manthan.codec.errors import HeadDimError, ProfileError
 from manthan.codec.profile import ProfileInfo
 from manthan.codec.rope import Rope
 
-PIECE = 2048  # most tokens of a piece of the text, which the model reads by itself
-ASKED = 4  # the last 1 / ASKED of a piece has the tokens whose log-probabilities gradients are taken of
-DRAWS = 2  # gradients of a piece, each for tokens drawn anew from the model's predictions
+PIECE = 2048  # most tokens of a piece of the text. The model reads each piece without the others
+ASKED = 4  # gradients are taken of what the model predicts at the tokens of the last 1 / ASKED of a piece
+DRAWS = 2  # number of gradients of a piece, each for tokens drawn anew from the model's predictions
 NAME = "manthan_calibration"
 OUTPUTS = ("o_proj", "out_proj", "dense")
 """Names of the output projection of attention, [hidden, query heads * head_dim]."""
@@ -38,7 +38,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 class ModelReader:
-    """Model that reads texts, in bf16 on a GPU and float32 on a CPU. Raises ProfileError if it cannot be used."""
+    """Model that reads texts, in bf16 on a GPU and float32 on a CPU. Raises ProfileError if it cannot be loaded."""
 
     def __init__(self, model: str, device: str | None = None) -> None:
         self._name = model
@@ -54,7 +54,7 @@ class ModelReader:
         self._model = loaded.eval().to(self._device).requires_grad_(False)
 
     def info(self, metric: str, text: str) -> ProfileInfo:
-        """Return facts for the profile. text: sha256 of the text. Raises ProfileError for latents of an odd size."""
+        """Return facts for the profile. text: sha256 of the text. Raises ProfileError for latents of an unfit size."""
         config = self._config
         if latent := getattr(config, "kv_lora_rank", None):
             try:
@@ -70,7 +70,7 @@ class ModelReader:
         return ProfileInfo(self._name, config.num_hidden_layers, kv_heads, head_dim, rope, metric, text)
 
     def pieces(self, text: str, tokens: int) -> list[list[int]]:
-        """Return a text's first `tokens` tokens in pieces of at most PIECE. Raises ProfileError for too few."""
+        """Return a text's first `tokens` tokens in pieces, but no short last piece. Raises ProfileError for too few."""
         longest = getattr(self._config, "max_position_embeddings", None) or PIECE
         try:
             tokenizer = AutoTokenizer.from_pretrained(self._name)
@@ -87,7 +87,7 @@ class ModelReader:
         return whole
 
     def read(self, builder: ProfileBuilder, pieces: Sequence[list[int]], weigh: bool, step: Callable[[], None]) -> None:
-        """Have the model read pieces; add the cache to the builder, and metrics if `weigh`. Call `step` after each."""
+        """Have the model read pieces. Add caches to the builder; if `weigh`, metrics, too. Call `step` after each."""
         info = self.info("", "")
         weights = [_Weights(info) for _ in range(info.layers)]
         with _seen(self._model, info) as seen:
@@ -104,7 +104,7 @@ class ModelReader:
 
     @torch.no_grad()
     def _read(self, builder: ProfileBuilder, ids: list[int], info: ProfileInfo) -> list[Any]:
-        """Add the cache of a piece. Return the cache's layers.
+        """Add the cache of a piece to the builder. Return the cache's layers.
 
         Transformers stores latents as keys, and RoPE's part as values.
         """
@@ -124,7 +124,7 @@ class ModelReader:
     def _feel(
         self, weights: Sequence["_Weights"], ids: list[int], layers: Sequence[Any], seed: int
     ) -> list[list[list[npt.NDArray[np.float32]]]]:
-        """Add gradients of the last tokens' log-probabilities, by earlier tokens' keys and values, or latents.
+        """Add to `weights` gradients of drawn tokens' log-probabilities with respect to the cache of earlier tokens.
 
         Returns the gradients by layer, draw and kind (keys, values), [tokens, C]. The first SINKS tokens are left out:
         they outweigh all others, and are kept exact.
@@ -168,7 +168,7 @@ class _Weights:
         return made
 
     def with_directions(self, *known: Doubles) -> list[Doubles]:
-        """Return means of Fisher's information and of `known`, scaled to the same trace, for each kind."""
+        """Return for each kind the mean of Fisher's information and of `known` scaled to the same trace."""
         return [
             (fisher + each * (np.trace(fisher) / np.trace(each))) / 2
             for fisher, each in zip(self._totals, known, strict=True)
@@ -176,7 +176,7 @@ class _Weights:
 
 
 class _Attention:
-    """Attention of a layer. energy: sum of squares of the queries, [query heads, head_dim]."""
+    """Attention of a layer. energy: sum of squares of all tokens' queries, [query heads, head_dim]."""
 
     def __init__(self, module: Any, info: ProfileInfo) -> None:
         self._module, self._info = module, info
@@ -200,7 +200,7 @@ class _Attention:
         return made
 
     def keys(self) -> Doubles:
-        """Return the metric of keys, [C, C], diagonal: how large queries are."""
+        """Return the metric of keys, [C, C], diagonal: the energy of the queries of each KV head."""
         info = self._info
         energy = self.energy.double().cpu().numpy().reshape(info.heads, -1, info.head_dim).sum(1)
         if info.rope is not None:
@@ -221,7 +221,7 @@ class _Attention:
 
 @contextmanager
 def _seen(model: Any, info: ProfileInfo) -> Iterator[dict[int, _Attention]]:
-    """Yield what is seen of each layer's attention while the model runs."""
+    """Yield, by layer, what the layer's attention computes with while the model runs."""
     seen: dict[int, _Attention] = {}
 
     def attend(module: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:

@@ -1,10 +1,10 @@
 """Metric of a model's keys and values from a server's own queries, without a gradient; see docs/calibration.md.
 
-The metric says how much an error matters. With attention weights a, attention outputs o and a head's part W of the
-output projection, an error e of a value v reaches the residual stream as a W e. An error e of a key changes o by
-a (v - o) (q e), for a query q. Effects on different queries add up like variances:
+The profile of a calibrated codec needs the metric, which says how much an error matters. With attention weights a,
+attention outputs o and a head's part W of the output projection, an error e of a value v reaches the residual stream as
+a W e. An error e of a key changes o by a (v - o) (q e), for a query q. Effects on queries add up like variances:
 
-    values: sum of a^2, times W^T W;   keys: sum of a^2 |W (v - o)|^2 q q^T, reduced by RoPE to each pair's energy
+    values: sum of a^2, times W^T W;   keys: diagonal of the sum of a^2 |W (v - o)|^2 q q^T, averaged in RoPE's pairs
 """
 
 import re
@@ -19,7 +19,7 @@ from manthan.codec.profile import Profile, ProfileInfo
 ASKED, ASKING = 4, 64  # queries of the prompt's last 1 / ASKED are used, about ASKING of them
 KEYS = 1.6  # weight of keys against values, fitted to Fisher's information, because queries are not independent
 GROWTH, FIRST = 30.0, 1 / 250
-"""Squared length of the residual stream ahead of the last layer, and of the first, over that ahead of the second."""
+"""Squared lengths of the residual stream before the last layer and before the first, divided by that before layer 2."""
 OUTPUT = re.compile(r"(?:^|\bmodel\.)layers\.(\d+)\.\w+\.(?:o_proj|out_proj|dense)\.weight$")
 
 Doubles = npt.NDArray[np.float64]
@@ -27,7 +27,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class TrafficBuilder(ProfileBuilder):
-    """Builder of a profile from arguments of the attention. outputs: see `output_energies`."""
+    """Builder of a profile from queries, keys and values of the attention. outputs: see `output_energies`."""
 
     def __init__(self, info: ProfileInfo, outputs: list[Floats]) -> None:
         super().__init__(info)
@@ -36,11 +36,11 @@ class TrafficBuilder(ProfileBuilder):
         self._weights: list[Doubles] = []
 
     def ask(self, layer: int, queries: Floats, keys: Floats, values: Floats) -> None:
-        """Add what errors in a text's earlier tokens do to its last queries. Call it for a text's layers in order.
+        """Add what errors in a text's earlier tokens do to its last queries. Call for all layers of a text in order.
 
         Args:
             queries: [query heads, tokens, head_dim], after RoPE and scaling.
-            keys, values: [heads, tokens, head_dim], keys after RoPE.
+            keys, values: [KV heads, tokens, head_dim], keys after RoPE.
         """
         tokens = keys.shape[1]
         cut = tokens - tokens // ASKED
@@ -76,7 +76,7 @@ class TrafficBuilder(ProfileBuilder):
 
 
 def output_energies(folder: Path | None, layers: int, heads: int, head_dim: int) -> list[Floats]:
-    """Return W^T W of each query head, [heads, head_dim, head_dim], by layer; identities if a layer's W is missing."""
+    """Return W^T W of query heads, [heads, head_dim, head_dim], by layer; only identities if any layer has no W."""
     from safetensors import safe_open
 
     found: dict[int, Floats] = {}

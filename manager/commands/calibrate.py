@@ -1,4 +1,4 @@
-"""`manthan calibrate`: makes the profile of a model that calibrated codecs need, from the model's KV of a text."""
+"""`manthan calibrate`: makes a model's profile, which calibrated codecs need, from the model's KV of a text."""
 
 import hashlib
 import time

@@ -92,7 +92,7 @@ def pin(
 
 @app.command()
 def release(session: Id, url: Url = LOCAL, tenant: Tenant = "") -> None:
-    """Forget a session, and erase its resident and compressed blocks."""
+    """Forget a session, and erase its resident and compressed blocks that nothing else uses."""
     typer.echo(f"{_ask(url, f'{_path(session, tenant)}/release', {})['id']} is forgotten.")
 
 
@@ -138,7 +138,7 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
 
 
 def measuring(store: Mapping[str, Any]) -> str:
-    """Return how far the guard has measured the configured codec, which is not used until then; empty after that.
+    """Return how far the guard has measured the configured codec, which is used only after that; empty once measured.
 
     Args:
         store: field `store` of the API's state.

@@ -1,7 +1,7 @@
 """Choice of a model's codec and profile by the configuration, and paths of profiles.
 
-A profile is a file with a model's transforms and tables, which calibrated codecs such as `klt-8x` need. Its path
-depends on the model's weights.
+A profile is a file with a model's transforms and tables, which calibrated codecs such as `klt-8x` need. The path of a
+profile depends on the model's weights.
 """
 
 import hashlib

@@ -110,8 +110,8 @@ def resolve_config(
         _warn_once(f"Manthan: the environment variable {variable} is unknown and ignored{hint}")
     if config.idle.after_s > LONG_UNSAVED_S:
         _warn_once(
-            f"Manthan: idle.after_s is {config.idle.after_s:g}: until then a session is not saved, and "
-            "overwritten blocks are computed again"
+            f"Manthan: idle.after_s is {config.idle.after_s:g}: sessions that were idle for less are saved only if "
+            "memory is short, and blocks overwritten before are computed again"
         )
     keys = [*FIELDS, *(f"policy.{option}" for option in config.policy.options)]
     return Resolved(config, {key: given[key].source if key in given else DEFAULT for key in keys})

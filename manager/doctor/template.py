@@ -86,7 +86,7 @@ class Parting(NamedTuple):
 
     @property
     def rewrites(self) -> bool:
-        """True if the next prompt differs before the turn's last token. The last token may merge with later text."""
+        """True if the next prompt differs before the turn's last token. That token may merge with the text behind."""
         return self.kept < self.tokens - 1
 
 
@@ -120,8 +120,8 @@ def partings(renderer: Renderer) -> list[Parting]:
     """Return the first difference between a turn and the next prompt for each kind of answer.
 
     Kinds are a plain answer, a plain answer with the next turn on another day, and an answer with thinking. The client
-    sends thinking back in a separate field if the template shows the field. It also sends thinking between tags within
-    the answer, unless the template has a separate channel for thinking.
+    sends thinking back in a separate field if the template shows the field. The client sends thinking between <think>
+    tags within the answer, too, unless the template shows thinking in a separate channel without these tags.
     """
     asked, then = [{"role": "user", "content": QUESTION}], {"role": "user", "content": NEXT}
     plain = {"role": "assistant", "content": ANSWER}

@@ -1,8 +1,8 @@
-"""Table of the blocks of sessions, requests and resume points, and of the blocks' bytes in the tiers' budget.
+"""Table of the KV blocks of sessions, requests and resume points. Saved blocks are compressed, in tiers with a budget.
 
-A resume point is a length of a session at which every KV cache group has the blocks needed to continue. Each block has
-a row, a number. Facts about blocks are in columns, arrays indexed by row: about 120 bytes a block, without a Python
-object. All bytes are of all ranks together. Only this module changes the columns.
+A session is a list of blocks. A resume point is a length of a session at which every KV cache group has the blocks
+needed to continue. A block's row is its number in this table. Facts about blocks are in columns, arrays indexed by row:
+about 120 bytes a block, without a Python object. Bytes are of all ranks together. Only this module changes columns.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,7 +34,7 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd constant that spreads numbers ove
 
 
 class Level(NamedTuple):
-    """Facts about blocks with a number of refinements. This number is their level; level 0 is the base alone."""
+    """Facts about the compressed blocks of a level. A level is a number of refinements; level 0 is the base alone."""
 
     divergence: float  # of the model's predictions, in nats, caused by the decoded KV
     ratio: float  # bytes of a block in the pool, divided by those of the compressed block
@@ -81,7 +81,7 @@ class MemoryShape:
 
     @cached_property
     def needs_points(self) -> bool:
-        """True if a request can go on from resume points only."""
+        """True if a request can continue a session from its resume points only, not from every block."""
         return len(self.groups) > 1 or not self.stores_main
 
     @cached_property
@@ -120,7 +120,7 @@ class FrontTier(NamedTuple):
 
 
 class BlockTable:
-    """Rows of all blocks that are used, held, pinned, saved or being stored. Other blocks have no row.
+    """Rows of all blocks that are used, held, pinned, saved or being stored; see the columns. Others have no row.
 
     Other modules may read the columns.
     """
@@ -129,13 +129,13 @@ class BlockTable:
         self._hashes = np.zeros((_FIRST_ROWS, 0), np.uint64)
         self.group = np.zeros(_FIRST_ROWS, np.int8)  # KV cache group
         self.depth = np.zeros(_FIRST_ROWS, np.int32)  # position in a session, among the blocks of the same group
-        self.users = np.zeros(_FIRST_ROWS, np.int32)  # number of sessions, or resume points, that have the block
-        self.holds = np.zeros(_FIRST_ROWS, np.int32)  # number of requests with the block in the prompt, and brief holds
-        self.pins = np.zeros(_FIRST_ROWS, np.int16)  # number of loads that read the block; if any, it is not dropped
-        self.status = np.zeros(_FIRST_ROWS, np.uint8)  # bits: SAVED if every rank's block is in a tier, STORING
+        self.users = np.zeros(_FIRST_ROWS, np.int32)  # number of sessions with the block; of further groups, points
+        self.holds = np.zeros(_FIRST_ROWS, np.int32)  # number of prompts with the block, and of calls that keep its row
+        self.pins = np.zeros(_FIRST_ROWS, np.int16)  # number of loads that read the block, and so keep it from a drop
+        self.status = np.zeros(_FIRST_ROWS, np.uint8)  # bits: SAVED if every rank's block is in a tier; STORING
         self.nbytes = np.zeros(_FIRST_ROWS, np.uint32)  # of the compressed block; 0 if not saved
         self.reserved = np.zeros(_FIRST_ROWS, np.uint32)  # most bytes that the store under way may take
-        self.exact = np.zeros(_FIRST_ROWS, np.uint16)  # number of exact tokens of the compressed block
+        self.exact = np.zeros(_FIRST_ROWS, np.uint16)  # number of first tokens that the compressed block keeps exact
         self.mark = np.zeros(_FIRST_ROWS, np.uint8)  # `Mark` of the KV that was encoded
         self.level = np.zeros(_FIRST_ROWS, np.uint8)  # number of refinements; without any, see `GroupShape.level`
         self.inner = np.zeros((_FIRST_ROWS, MOST_INNER), np.uint32)
@@ -189,7 +189,7 @@ class BlockTable:
             groups: group of each block, or of all.
             block_hashes: hash of each block, none twice in a group.
             depths: depth of each block, or of the first if the blocks are consecutive.
-            likely: rows that the first blocks probably have, in the same groups. If true, no search is needed.
+            likely: rows of the same groups that the first blocks probably have. Rows that are right need no search.
 
         Raises:
             ValueError: Block hashes have different lengths.
@@ -336,7 +336,7 @@ class BlockTable:
         return first_false(self.is_saved(rows))
 
     def are_saved(self, names: Sequence[BlockName]) -> Mask:
-        """Return a mask of the saved blocks, of several groups."""
+        """Return a mask of the saved blocks among `names`, of any groups."""
         rows = self.find([group for group, _ in names], [block_hash for _, block_hash in names])
         return (rows >= 0) & self.is_saved(rows)
 
@@ -374,7 +374,7 @@ class BlockTable:
         level: ArrayLike = 0,
         inner: ArrayLike = 0,
     ) -> None:
-        """Note that every rank has saved these rows. Arguments are for each row, or one for all.
+        """Note that every rank has saved these rows. Arguments are a value for each row, or a value for all.
 
         Args:
             nbytes: bytes of the compressed block on all ranks.
