@@ -86,9 +86,9 @@ class Asker:
         """
         self.bar.begin(f"{count} sessions come and return", 2 * count)
         indices = range(first, first + count)
+        failures = self._manthan("failures_total")
         right = self._all_come(indices)
         stored, held = self._manthan("cold_bytes"), self._held()
-        failures = self._manthan("failures_total")
         returns = [self._return(index, right[index - first]) for index in reversed(indices)]
         return {
             "came": count,

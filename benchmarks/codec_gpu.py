@@ -1,11 +1,11 @@
-"""Speed of the CUDA kernels on a paged KV cache, compared with a device copy; run by `codec.py --backend cuda`.
+"""Speed of the codecs' CUDA kernels on paged KV, compared with a device copy; run by `codec.py --backend cuda`.
 
-The bf16 caches have Qwen3-8B's shape, 36 layers of 8 KV heads of 128, and SmolLM2's, 30 layers of 3 KV heads of 64, in
-KV blocks of 16 tokens. KV blocks in random order are encoded to separate offsets, verified by checksum, and decoded.
+The bf16 caches have the shapes of Qwen3-8B (36 layers, 8 KV heads of 128) and SmolLM2-135M (30 layers, 3 heads of 64),
+in KV blocks of 16 tokens. KV blocks in random order are encoded to separate offsets, verified by checksum, and decoded.
 Each sample is LAUNCHES calls between two CUDA events.
 
-Calibrated codecs need a profile (statistics of a model's KV). They get a made-up profile, which the numbers fit. They
-multiply by matrices, so their time depends on heads * head_dim.
+Calibrated codecs need a profile (statistics of a model's KV). They get a made-up one, which the cached KV fits. They
+multiply by matrices, so a vector's time depends on heads too.
 """
 
 import statistics
@@ -38,7 +38,7 @@ LAUNCHES = 10
 
 @dataclass(frozen=True)
 class GpuResult:
-    """Speed of an operation. vectors: number of keys and values in a call. nbytes: bytes that a call reads and writes.
+    """Speed of an operation. vectors: number of keys and values in a call. nbytes: bytes of a call's input and output.
 
     median, slowest, fastest: G vectors/s. of_copy: the operation's bytes a second, as a share of a device copy's.
     """
@@ -75,7 +75,7 @@ class Work(NamedTuple):
 
 def _has_kernels(codec: str) -> bool:
     preset = PRESETS.get(codec)
-    return not isinstance(preset, KltPreset) or preset.level != EXACT
+    return preset is not None and not (isinstance(preset, KltPreset) and preset.level == EXACT)
 
 
 class Meter:
@@ -159,7 +159,7 @@ def measure(work: Work, meter: Meter) -> Iterator[GpuResult]:
 
 def table(results: list[GpuResult], title: str) -> Table:
     """Return a table with a row for each result."""
-    caption = "G vectors/s: median (slowest-fastest); TB/s read and written, and as a share of a copy's"
+    caption = "G vectors/s: median (slowest-fastest); TB/s in and out, and as a share of a copy's"
     made = Table(title=title, caption=caption, box=SIMPLE, padding=0)
     for column in ("codec", "heads", "D", "vectors", "", "G/s", "TB/s", "of copy"):
         made.add_column(column, justify="right", no_wrap=True)

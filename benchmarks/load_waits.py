@@ -25,7 +25,7 @@ RECOMPUTED = "recomputed"
 
 
 class Cold(NamedTuple):
-    """Log line: a session went cold or was restored, with `tokens` tokens. at_s: seconds from the start of the load."""
+    """Log line: a session went cold or was restored, with `tokens` tokens. at_s: seconds from the load test's start."""
 
     at_s: float
     took_ms: float
@@ -40,9 +40,9 @@ class Wait:
     decoding. after: from the restore's end until vLLM scheduled the request. compute: from the scheduling to the first
     token. rest: the API server, HTTP and the client. A part not measured is None.
 
-    found: kind of hit, a constant above. restored_tokens: tokens restored for this request. missed_tokens: tokens of
+    found: hit or miss, a constant above. restored_tokens: tokens restored for this request. missed_tokens: tokens of
     full blocks of earlier requests, computed again. ahead: computed tokens of all other prompts whose waits overlap
-    this wait. evicted: number of sessions gone cold during the wait.
+    this wait. evicted: how often a session went cold in the wait.
     """
 
     found: str
@@ -66,7 +66,7 @@ class Lines(NamedTuple):
 
 
 def read_log(log: Path | None, began: float) -> Lines:
-    """Read a server's log; None has no lines. began: Unix time of the load's start. Earlier lines have at_s < 0."""
+    """Read a server's log; None has no lines. began: Unix time at which at_s is 0. Earlier lines have at_s < 0."""
     found = Lines({}, {})
     for line in log.read_text(errors="replace").splitlines() if log else ():
         if match := WENT_COLD.search(line):
@@ -103,7 +103,7 @@ def _wait(one: Asked, left_s: float, lines: Lines, block_size: int, is_ours: boo
         ttft=ttft,
         queue=None if one.queue_ms is None else max(0.0, one.queue_ms - restore - after),
         restore=restore if is_ours else None,
-        after=after if is_ours else None,
+        after=after if is_ours and server is not None else None,
         compute=one.first_ms,
         rest=None if server is None else max(0.0, ttft - server),
         restored_tokens=restored,

@@ -37,11 +37,11 @@ def evaluate(model: str, tasks: str, data: Path | None, codec: str, limit: int, 
 
     Raises:
         QualityError: lm-eval is not installed, does not know a task, or failed; or `data` is no folder.
-        ServerError: The server did not start, died or did not settle.
+        ServerError: The server did not start, died or stayed busy.
     """
     if missing := [name for name in ("lm_eval", "tenacity") if find_spec(name) is None]:
         raise QualityError(
-            f"--lm-eval takes lm-eval for APIs, and {missing[0]} is not installed here: `pip install 'lm-eval[api]'`."
+            f"--lm-eval needs lm-eval[api], and {missing[0]} is not installed here: `pip install 'lm-eval[api]'`."
         )
     if data is not None and not data.is_dir():
         raise QualityError(f"--lm-eval-data {data} is no folder: name the cache of Hugging Face with the tasks' data.")
@@ -77,7 +77,9 @@ def evaluate(model: str, tasks: str, data: Path | None, codec: str, limit: int, 
                     client, tasks=names, task_manager=known, limit=limit or None, bootstrap_iters=0, log_samples=True
                 )
             except (OSError, ValueError, ConnectionError) as error:
-                raise QualityError(f"--lm-eval {tasks} failed: {str(error).splitlines()[0]}") from error
+                raise QualityError(
+                    f"--lm-eval {tasks} failed: {next(iter(str(error).splitlines()), type(error).__name__)}"
+                ) from error
             until_settled(server, STILL_S)
             after = server.metrics()
             moved = {series: after.get(series, 0) - before.get(series, 0) for series in (RESTORED, PROMPTS)}

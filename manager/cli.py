@@ -26,7 +26,7 @@ LATE = {
     "doctor": "manthan.vllm_hooks.doctor.command:doctor",
     "simulate": "manthan.benchmarks.simulator.command:app",
 }
-"""Commands imported late, because they need packages that Manthan does not install."""
+"""Commands imported late, because some need packages that Manthan does not install."""
 
 
 class Commands(TyperGroup):

@@ -91,7 +91,8 @@ def _ending(request: Request) -> str:
     """
     if str(request.get_finished_reason()) != "stop":
         return ""
-    return str(request.stop_reason or list(request.output_token_ids[-2:-1]))
+    last = list(request.output_token_ids[-2:-1])
+    return str(last if request.stop_reason is None else request.stop_reason)
 
 
 class SchedulerHalf:

@@ -13,11 +13,12 @@ from manthan.vllm_hooks.scheduler_half import _ending
     [
         (FinishReason.STOP, None, [5, 7, 2], "[7]"),
         (FinishReason.STOP, 200012, [5, 200012], "200012"),
+        (FinishReason.STOP, 0, [5, 0], "0"),
         (FinishReason.STOP, None, [2], "[]"),
         (FinishReason.LENGTH, None, [5, 7], ""),
         (FinishReason.ABORT, None, [], ""),
     ],
-    ids=["token before the end of sequence", "stop token", "nothing else", "cut off", "aborted"],
+    ids=["token before the end of sequence", "stop token", "stop token 0", "nothing else", "cut off", "aborted"],
 )
 def test_a_call_of_a_tool_ends_unlike_a_text(
     reason: FinishReason, stop: int | None, tokens: list[int], ending: str

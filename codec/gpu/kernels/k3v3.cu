@@ -1,5 +1,5 @@
-// manthan.codec.k3v3: one vector by one warp. Float operations have the CPU's order, so that results are equal bit for
-// bit. LEVELS (magnitudes) and CUTS (thresholds between levels) come from Python, as bits of floats.
+// manthan.codec.k3v3: one vector (a key or value) by one warp. Float operations have the CPU's order, for equal bits.
+// LEVELS (magnitudes) and CUTS (thresholds between levels) come from Python, as bits of floats.
 
 #define BITS 3
 #define MAGNITUDES 4
@@ -119,7 +119,7 @@ __device__ __forceinline__ bool decode_vector(const u8* scale, const u8* planes,
     return true;
 }
 
-struct Vector {  // vector `i` of a launch: index in its section, and addresses in the cache and in the encoded block
+struct Vector {  // vector `i` of a launch: index in its KV block's keys or values, addresses in cache and encoded block
     int block, index;
     Word* x;
     u8 *scale, *planes;
