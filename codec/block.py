@@ -378,7 +378,7 @@ class BlockFormat:
         return codec.scaled(scales.of(arrays, self.shape)[:, :, first : first + section.tokens])
 
     def joined(self, shards: Iterable[DecodedShard]) -> tuple[Numbers, ...]:
-        """Return the arrays of this format's heads. Raises SizeError if the shards leave out a head."""
+        """Return the arrays of this format's heads. Raises SizeError for missing heads or surplus shards."""
         wanted, heads = sorted(shards, key=itemgetter(0)), self.shape.heads
         if [shard[:2] for shard in wanted] == [(self.first_head, heads)]:
             return wanted[0].numbers
@@ -386,9 +386,8 @@ class BlockFormat:
         filled = 0
         for first, count, numbers, _ in wanted:
             here = slice(max(0, first - self.first_head), min(heads, first + count - self.first_head))
-            if here.start >= here.stop:
-                continue
-            if here.start != filled:
+            if not filled == here.start < here.stop:
+                filled = -1
                 break
             there = slice(here.start + self.first_head - first, here.stop + self.first_head - first)
             for to, part in zip(arrays, numbers, strict=True):
