@@ -32,7 +32,7 @@ Row: TypeAlias = dict[str, Any]
 
 evictions: how often a session went cold. found_share: share found by the policy. best_share: share found by a cache of
 the same size that knows the future. gap_closed: (found_share - lru's) / (best_share - lru's); None if `lru` was not
-replayed or is best. divergence_mean: nats per restored block of a calibrated codec, meaningless without `--level`.
+replayed or is best. divergence_mean: nats per restored block of a calibrated codec; None without `--level`.
 """
 
 _POOL_COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -164,7 +164,7 @@ def _run(label: str, setup: Setup, requests: Sequence[TracedRequest]) -> Row:
         "encoded_blocks": tally.stored,
         "restored_blocks": tally.restored,
         "dropped_blocks": tally.dropped,
-        "divergence_mean": tally.divergence / max(1, tally.restored),
+        "divergence_mean": None if setup.level is None else tally.divergence / max(1, tally.restored),
     }
 
 
