@@ -153,10 +153,7 @@ def abort_at_shutdown(vllm_config: "VllmConfig") -> None:
 
 
 def is_on_gpu(vllm_config: "VllmConfig") -> bool:
-    """True if vLLM runs on CUDA, and `codec.backend` is auto or cuda. Tiers then keep blocks at addresses.
-
-    The codec runs on the GPU, except with auto on a GPU that shares the CPU's memory; see `half.codec_backend`.
-    """
+    """True if the codec runs on the GPU. Tiers then keep blocks at addresses. See `settled.settle_codec` for auto."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cuda() and from_vllm_config(vllm_config).codec.backend != "numpy"

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from loaded import load_config
 from vllm.platforms import current_platform
 
@@ -18,7 +17,6 @@ from manthan.vllm_hooks.worker.capacity import (
     set_gpu_memory_aside,
     share_memory,
 )
-from manthan.vllm_hooks.worker.half import codec_backend
 
 GIB = 1 << 30
 
@@ -130,13 +128,3 @@ def test_a_budget_that_cannot_be_kept_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(type(current_platform), "is_integrated_gpu", classmethod(lambda cls: False), raising=False)
     with pytest.raises(ConfigError, match="this GPU has its own: leave it out"):
         share_memory(machine)
-
-
-def test_the_backend_suits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert codec_backend("auto", cpu) == codec_backend("numpy", cpu) == codec_backend("numpy", gpu) == "numpy"
-    for integrated, chosen in ((True, "numpy"), (False, "cuda")):  # there is no GPU of the one kind and the other here
-        found = SimpleNamespace(is_integrated=integrated)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=found: found)
-        assert codec_backend("auto", gpu) == chosen
-        assert codec_backend("cuda", gpu) == "cuda"
