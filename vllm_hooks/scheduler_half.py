@@ -6,6 +6,7 @@ The driver (`manager.driver`) is the serving loop that decides which blocks are 
 import os
 import secrets
 import socket
+import threading
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -15,6 +16,7 @@ from functools import partial
 from itertools import groupby
 from math import inf
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,10 +92,19 @@ def _ending(request: Request) -> str:
     return str(request.stop_reason or list(request.output_token_ids[-2:-1]))
 
 
+def _keep(path: Path) -> None:
+    """Rename a profile made from traffic, so that the next start finds it."""
+    try:
+        found = path.replace(path.with_suffix(".safetensors"))
+        logger.info("Manthan: a profile made from traffic is used: %s", found)
+    except OSError as error:
+        logger.warning("Manthan: a profile made from traffic is used, and not kept: %s", error)
+
+
 class SchedulerHalf:
     """Scheduler half of the connector. All but `_ring` and `_is_due` run on the scheduler's thread. Once the
-    engine is ready, this half encodes nothing, and waits for workers only to ask about weights that may have changed.
-    The only I/O is to rename the file of a new codec profile.
+    engine is ready, this half does no I/O and no encoding there, and waits for workers only to ask about weights that
+    may have changed.
 
     Args:
         ask: `ManthanConnector._ask`, which calls a method of this class and catches exceptions.
@@ -564,11 +575,7 @@ class SchedulerHalf:
         self.driver.answered(report.results, time.monotonic(), report.verdicts)
         if self._candidate is not None and self.manager.shape is self._candidate.shape:
             path, self._candidate = self._candidate.path, None
-            try:
-                found = path.replace(path.with_suffix(".safetensors"))  # the name that the next start looks for
-                logger.info("Manthan: a profile made from traffic is used: %s", found)
-            except OSError as error:
-                logger.warning("Manthan: a profile made from traffic is used, and not kept: %s", error)
+            threading.Thread(target=_keep, args=(path,), name="manthan-profile", daemon=True).start()
         self._reorder()
         self._set_deadline()
 
