@@ -239,7 +239,7 @@ class SchedulerHalf:
                     self.limit = StepLimit(scheduler, waiting, largest)
         event = None if self._events is None else self._events.event
         block_tokens = {each.group.index: each.group.tokens for each in self.groups.at_points}
-        self.pool = VllmPool(pool, self._group, block_tokens | {self._group: self._block_size}, event)
+        self.pool = VllmPool(pool, block_tokens | {self._group: self._block_size}, event)
         self.guard: Guard | None = None
         if (codec := self.config.codec).guard:
             tell_guard(codec.name, [codec.name, *finer_codecs(codec.name)][-1])
