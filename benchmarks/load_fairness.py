@@ -19,14 +19,13 @@ from manthan.benchmarks.capacity_report import COLORS, GREYS, quantile
 from manthan.benchmarks.load_arms import PLAIN
 from manthan.benchmarks.load_chats import Made
 from manthan.benchmarks.load_report import COMPACT
+from manthan.manager.config.model import ManthanConfig
 
 FITS, STRANGERS, OUTGROWS = "fits", "strangers", "outgrows"
 ARMS = "plain,host-arrival,host"
 FIRST, BETWEEN = "first token", "between tokens"
 QUANTILES = {"p50": 0.50, "p99": 0.99}
 MOST = 1.05
-BOUND_S = 60.0
-"""Manthan's default `admission_s`: most seconds by which Manthan delays a request with many tokens to compute."""
 TOGETHER_MS = 0.5
 
 
@@ -63,7 +62,8 @@ def three_loads(made: Made, pool_blocks: int, block_size: int, positions: int) -
 class Row:
     """Times of an arm in a load, and plain vLLM's, in ms by quantile over all repeats. what: FIRST or BETWEEN.
 
-    spread: by quantile, least and most ratio to plain vLLM in a repeat. is_ordered: True if the arm reorders requests.
+    spread: by quantile, least and most ratio to plain vLLM in a repeat. bound_s: most seconds by which the arm's order
+    delays a request; 0 if the arm does not reorder requests.
     """
 
     load: str
@@ -72,7 +72,7 @@ class Row:
     plain: dict[str, float]
     ours: dict[str, float]
     spread: dict[str, tuple[float, float]]
-    is_ordered: bool
+    bound_s: float
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -80,13 +80,13 @@ class Row:
 
     @property
     def above(self) -> list[str]:
-        """Return texts of the ratios above MOST. Mark a ratio if the ordering's BOUND_S allows it."""
+        """Return texts of the ratios above MOST. Mark a ratio if `bound_s` allows it."""
         found = []
         for name, ratio in self.ratios.items():
             if ratio > MOST:
                 over_ms = self.ours[name] - MOST * self.plain[name]
-                is_within = self.is_ordered and self.what == FIRST and over_ms <= BOUND_S * 1e3
-                found.append(f"{name} {ratio:.2f}{f' (within {BOUND_S:g} s)' if is_within else ''}")
+                is_within = self.what == FIRST and over_ms <= self.bound_s * 1e3
+                found.append(f"{name} {ratio:.2f}{f' (within {self.bound_s:g} s)' if is_within else ''}")
         return found
 
 
@@ -112,18 +112,23 @@ def rows(report: dict[str, Any]) -> Iterator[Row]:
                 pairs = [(times(plain[run["seed"]], load, what), times(run, load, what)) for run in runs]
                 pairs = [(theirs, ours) for theirs, ours in pairs if theirs and ours]
                 if pairs:
-                    is_ordered = (runs[0]["manthan"] or {}).get("ordering", "returns") == "returns"
-                    yield _row(load, what, arm, pairs, is_ordered)
+                    yield _row(load, what, arm, pairs, _bound_s(runs[0]["manthan"] or {}))
 
 
-def _row(load: str, what: str, arm: str, pairs: Sequence[tuple[list[float], list[float]]], is_ordered: bool) -> Row:
+def _bound_s(manthan: dict[str, Any]) -> float:
+    """Return the most seconds by which an arm's order delays a request; see `vllm_hooks.ordering.ReturnsFirstQueue`."""
+    config = ManthanConfig.model_validate({key: manthan[key] for key in ("ordering", "admission_s") if key in manthan})
+    return 2 * config.admission_s if config.ordering == "returns" else 0.0
+
+
+def _row(load: str, what: str, arm: str, pairs: Sequence[tuple[list[float], list[float]]], bound_s: float) -> Row:
     sides = [list(chain.from_iterable(side)) for side in zip(*pairs, strict=True)]
     theirs, ours = ({name: quantile(side, share) for name, share in QUANTILES.items()} for side in sides)
     spread = {}
     for name, share in QUANTILES.items():
         ratios = [quantile(one, share) / quantile(other, share) for other, one in pairs]
         spread[name] = min(ratios), max(ratios)
-    return Row(load, what, arm, theirs, ours, spread, is_ordered)
+    return Row(load, what, arm, theirs, ours, spread, bound_s)
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:

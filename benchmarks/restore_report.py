@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from manthan.benchmarks.arms import save_plot, where
+from manthan.benchmarks.capacity_report import COLORS, GREYS
 
 OURS = ("host", "device")
 LATENCY = ("hot", "recompute", "vllm-offload", *OURS)
@@ -173,4 +174,8 @@ def _draw_capacity(axes: Any, kept: dict[str, int], arguments: dict[str, Any]) -
 
 
 def _color(name: str) -> str:
-    return "#2f6db5" if name.startswith((*OURS, *REDIS)) else "#9aa5b1"
+    """Return the color of a bar: blue for Manthan, another for each arm on disk, and grey for vLLM. name: see `Row`."""
+    arm = name.split()[0].rstrip(",")
+    if arm in DISK:
+        return COLORS[1 + DISK.index(arm)]
+    return COLORS[0] if arm in (*OURS, *REDIS) else GREYS[1]

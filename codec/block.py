@@ -386,9 +386,8 @@ class BlockFormat:
         filled = 0
         for first, count, numbers, _ in wanted:
             here = slice(max(0, first - self.first_head), min(heads, first + count - self.first_head))
-            if here.start >= here.stop:
-                continue
-            if here.start != filled:
+            if not filled == here.start < here.stop:
+                filled = -1
                 break
             there = slice(here.start + self.first_head - first, here.stop + self.first_head - first)
             for to, part in zip(arrays, numbers, strict=True):

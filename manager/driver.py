@@ -501,8 +501,7 @@ class Driver:
             request.was_loaded |= event.good > 0
             request.is_unserved |= STORE_DOWN in failed.values()
             if not failed:
-                main = [job.block_ids for job in answers.jobs if job.group == self._main]
-                self._pool.loaded([block_id for each in main for block_id in each.tolist()])
+                self._pool.loaded([block_id for job in answers.jobs for block_id in job.block_ids.tolist()])
             else:  # vLLM computes all blocks behind the good ones
                 loaded = [job.block_ids.tolist() for job in answers.jobs]
                 request.lossy -= self._lossy_tokens(loaded)

@@ -122,7 +122,7 @@ class Pool(Protocol):
         """Note that referenced blocks are saved. The prefix cache need not have these blocks yet."""
 
     def keep(self, group: int, block_hashes: Sequence[bytes]) -> None:
-        """Note that blocks are saved. Blocks of the main group are overwritten before unsaved ones, in this order."""
+        """Note that blocks are saved. The pool overwrites them before unsaved blocks, in this order."""
 
     def lead(self, group: int, block_hashes: Sequence[bytes]) -> None:
         """Have the pool overwrite these saved blocks before all further saved blocks, in the given order."""

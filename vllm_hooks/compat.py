@@ -544,7 +544,6 @@ class VllmPool:
 
     A saved block has a compressed copy in a tier. A block that was given up counts as saved, with or without a copy.
 
-    main: index of the KV cache group whose saved blocks are overwritten before unsaved blocks, in the order of `keep`.
     block_tokens: number of tokens in a block, by group. event: returns vLLM's KV event of a block stored in the pool,
     from the block's group and hash and the pool's medium; None if events are off.
     """
@@ -552,12 +551,11 @@ class VllmPool:
     def __init__(
         self,
         pool: "BlockPool",
-        main: int,
         block_tokens: Mapping[int, int],
         event: "Callable[[BlockName, str], BlockStored | None] | None" = None,
     ) -> None:
         self._event = event
-        self._pool, self._main, self._block_tokens = pool, main, block_tokens
+        self._pool, self._block_tokens = pool, block_tokens
         self.size = pool.num_gpu_blocks - 1  # the null block is never free
         self.marks: Marks = PoolMarks(self._watch)
         self._free, self._saved, self._given_up = pool.free_block_queue, set[int](), set[int]()
@@ -631,8 +629,6 @@ class VllmPool:
         self._watch(block_ids)
 
     def keep(self, group: int, block_hashes: "Sequence[bytes]") -> None:
-        if group != self._main:  # blocks of further groups stay in vLLM's order
-            return
         blocks = self._copies(group, block_hashes)
         block_ids = [block.block_id for block in blocks]
         self._saved.update(block_ids)

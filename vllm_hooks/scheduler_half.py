@@ -10,6 +10,7 @@ cache group has the blocks needed to continue.
 import os
 import secrets
 import socket
+import threading
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -19,6 +20,7 @@ from functools import partial
 from itertools import groupby
 from math import inf
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,10 +97,19 @@ def _ending(request: Request) -> str:
     return str(last if request.stop_reason is None else request.stop_reason)
 
 
+def _keep(path: Path) -> None:
+    """Rename a profile made from traffic, so that the next start finds it."""
+    try:
+        found = path.replace(path.with_suffix(".safetensors"))
+        logger.info("Manthan: a profile made from traffic is used: %s", found)
+    except OSError as error:
+        logger.warning("Manthan: a profile made from traffic is used, and not kept: %s", error)
+
+
 class SchedulerHalf:
     """Scheduler half of the connector. All methods but `_ring` and `_is_due` run on the scheduler's thread. From the
-    engine's start to its shutdown, they encode nothing, and wait for workers only to ask about weights that may have
-    changed. Their only I/O then is to rename the file of a new codec profile.
+    engine's start to its shutdown, they do no I/O there, encode nothing, and wait for workers only to ask about weights
+    that may have changed.
 
     Args:
         ask: `ManthanConnector._ask`, which calls a method of this class and catches exceptions.
@@ -230,7 +241,7 @@ class SchedulerHalf:
                     self.limit = StepLimit(scheduler, waiting, largest)
         event = None if self._events is None else self._events.event
         block_tokens = {each.group.index: each.group.tokens for each in self.groups.at_points}
-        self.pool = VllmPool(pool, self._group, block_tokens | {self._group: self._block_size}, event)
+        self.pool = VllmPool(pool, block_tokens | {self._group: self._block_size}, event)
         self.guard: Guard | None = None
         if (codec := self.config.codec).guard:
             tell_guard(codec.name, [codec.name, *finer_codecs(codec.name)][-1])
@@ -566,11 +577,7 @@ class SchedulerHalf:
         self.driver.answered(report.results, time.monotonic(), report.verdicts)
         if self._candidate is not None and self.manager.shape is self._candidate.shape:
             path, self._candidate = self._candidate.path, None
-            try:
-                found = path.replace(path.with_suffix(".safetensors"))  # the name that the next start looks for
-                logger.info("Manthan: a profile made from traffic is used: %s", found)
-            except OSError as error:
-                logger.warning("Manthan: a profile made from traffic is used, and not kept: %s", error)
+            threading.Thread(target=_keep, args=(path,), name="manthan-profile", daemon=True).start()
         self._reorder()
         self._set_deadline()
 

@@ -29,19 +29,23 @@ logger = logging.getLogger("vllm.manthan")
 ASKED, DIGEST, FAULT = "manthan_codec_asked", "manthan_profile_digest", "manthan_kernel_fault"
 CALIBRATES = "manthan_profile_to_make"
 """Keys in the settings that vLLM hands to its processes. Values: the codec as configured; the digest of the chosen
-codec's profile; why kernels cannot be compiled; and the path of a profile to make from prompts. The last three may be
-empty."""
+codec's profile; why kernels are not used; and the path of a profile to make from prompts. The last three may be empty.
+"""
 PROBE_S = 60.0
 """Most seconds to compile a kernel, to see if the compiler works."""
-PROBE = """
+SHARED = "this GPU shares the CPU's memory"
+"""Reason to encode on the CPU, so that the model has the GPU alone."""
+PROBE = f"""
 import sys
 try:
-    from manthan.codec.gpu.nvrtc import cubin
-    cubin('extern "C" __global__ void nothing() {}', sys.argv[1])
+    from manthan.codec.gpu.nvrtc import cubin, torch
+    if torch.cuda.is_available() and torch.cuda.get_device_properties(0).is_integrated:
+        sys.exit({SHARED!r})
+    cubin('extern "C" __global__ void nothing() {{}}', sys.argv[1])
 except Exception as error:
     sys.exit(str(error))
 """
-"""Program that compiles an empty kernel. Its error goes to standard error."""
+"""Program that compiles an empty kernel. Its error, or SHARED, goes to standard error."""
 AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
 """Values of `codec` for blocks that are kept bit for bit."""
 
@@ -57,8 +61,12 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
         is_probed = is_on_gpu(vllm_config) and extra[EXTRA_KEY]["codec"]["backend"] == "auto"
         extra[FAULT] = kernel_fault() if is_probed else ""
     fault = extra[FAULT]
+    is_shared = fault.endswith(SHARED)
     if fault and extra[EXTRA_KEY]["tiers"]["kind"] == "device":
-        raise ConfigError(f"tiers.kind is device, but this GPU's kernels cannot be compiled ({fault}): use host")
+        why = SHARED if is_shared else f"this GPU's kernels cannot be compiled ({fault})"
+        raise ConfigError(f"tiers.kind is device, but {why}: use host")
+    if is_shared:
+        fault, asked = "", asked.model_copy(update={"backend": "numpy"})
     if fault:
         logger.warning("Manthan: codec exact is used, on the CPU, because kernels cannot be compiled: %s", fault)
     if fault or is_packed(vllm_config.cache_config):
@@ -110,7 +118,7 @@ def _calibrates(vllm_config: "VllmConfig", codec: CodecConfig) -> str:
 
 @cache
 def kernel_fault() -> str:
-    """Return why kernels cannot be compiled for this machine's first GPU; empty if they can, or are not needed.
+    """Return why kernels cannot be compiled for this machine's first GPU; empty if they can; SHARED if not needed.
 
     The compiler runs in a separate process, because vLLM may fork its processes from this one, and a process that is
     forked after a compilation cannot use CUDA.
@@ -121,10 +129,7 @@ def kernel_fault() -> str:
     if capability is None or capability.major < 8:
         known = "not known" if capability is None else f"{capability.as_version_str()}, below 8.0"
         return f"its compute capability is {known}"
-    fault = _compiled(f"sm_{capability.major}{capability.minor}")
-    if fault and current_platform.is_integrated_gpu():  # the codec runs on the CPU there
-        return ""
-    return fault
+    return _compiled(f"sm_{capability.major}{capability.minor}")
 
 
 def _compiled(architecture: str) -> str:

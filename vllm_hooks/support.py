@@ -58,8 +58,8 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         (device not in DEVICES, f"vLLM runs on {device}; {' and '.join(DEVICES)} are supported"),
         (device == "cpu" and on_device, "tiers.kind is device, but vLLM runs on the CPU: use host"),
         (
-            device == "cpu" and config.codec.backend == "cuda",
-            "codec.backend is cuda, but vLLM runs on the CPU: use auto or numpy",
+            not current_platform.is_cuda() and config.codec.backend == "cuda",
+            f"codec.backend is cuda, but vLLM runs on {current_platform.device_name}: use auto or numpy",
         ),
         (
             on_device and config.codec.backend == "numpy",

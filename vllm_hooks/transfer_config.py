@@ -153,10 +153,7 @@ def abort_at_shutdown(vllm_config: "VllmConfig") -> None:
 
 
 def is_on_gpu(vllm_config: "VllmConfig") -> bool:
-    """True if vLLM runs on CUDA, and `codec.backend` is auto or cuda.
-
-    The codec runs on the GPU, except with auto on a GPU that shares the CPU's memory; see `half.codec_backend`.
-    """
+    """True if the codec runs on the GPU. For `codec.backend` auto, `settled.settle_codec` has chosen."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cuda() and from_vllm_config(vllm_config).codec.backend != "numpy"

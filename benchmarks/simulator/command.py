@@ -32,7 +32,7 @@ Row: TypeAlias = dict[str, Any]
 
 evictions: how often a session went cold (was stored whole). found_share: share found with the policy. best_share: share
 found by a cache of the same size that knows the future. gap_closed: (found_share - lru's) / (best_share - lru's); None
-if `lru` was not replayed or is best. divergence_mean: mean KL, nats, of restored blocks; meaningless without `--level`.
+if `lru` was not replayed or is best. divergence_mean: mean KL, nats, of restored blocks; None without `--level`.
 """
 
 _POOL_COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -162,7 +162,7 @@ def _run(label: str, setup: Setup, requests: Sequence[TracedRequest]) -> Row:
         "encoded_blocks": tally.stored,
         "restored_blocks": tally.restored,
         "dropped_blocks": tally.dropped,
-        "divergence_mean": tally.divergence / max(1, tally.restored),
+        "divergence_mean": None if setup.level is None else tally.divergence / max(1, tally.restored),
     }
 
 

@@ -51,7 +51,7 @@ class StateLayout:
 
 
 class StateCodec(Codec):
-    """Codec of states. `max_nbytes` and `decode` raise ShapeError for a section of a different layout.
+    """Codec of states. All methods raise ShapeError for a section of a different layout.
 
     Args:
         name: a value of STATE_CODECS.
@@ -68,6 +68,7 @@ class StateCodec(Codec):
         return sum(map(self.coded_nbytes, self.layout.parts))
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+        self.max_nbytes(section)  # raises ShapeError
         pages, start, end = x.reshape(self.layout.layers, self.layout.layer_nbytes), 0, 0
         for part in self.layout.parts:
             found = np.ascontiguousarray(pages[:, start : start + part.nbytes])

@@ -250,7 +250,8 @@ class Prefetcher:
         if ended.is_void:
             return
         main = [name for group, name in names if group == self._main]
-        self._pool.keep(self._main, main[::-1])
+        for number in reversed(dict.fromkeys(group for group, _ in names)):
+            self._pool.keep(number, [name for group, name in names if group == number][::-1])
         loaded = [row for row, is_loaded in zip(ended.rows.tolist(), ended.is_loaded, strict=True) if is_loaded]
         if loaded and not failed:
             own = ended.rows[: len(main)]

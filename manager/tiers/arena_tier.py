@@ -1,5 +1,6 @@
 """Base class of the tiers that keep compressed blocks at addresses, within a hard budget; and the tier in RAM."""
 
+import logging
 import threading
 from abc import abstractmethod
 from collections import OrderedDict, deque
@@ -12,6 +13,8 @@ from manthan.manager.pool import BlockName
 from manthan.manager.tiers.arena import Arena, Extent, room, split, usable
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Tier, part_ends
 from manthan.manager.transfer import RESET
+
+logger = logging.getLogger("vllm.manthan.tier")
 
 CHUNK = 64 << 20  # bytes of memory that RamTier allocates at once, on demand
 
@@ -84,21 +87,24 @@ class ArenaTier(Tier):
         with self._lock:
             self._remove(name)
             self._writing[name] = mine
-        placed = Placed(self._allocate(self.room(buf.nbytes)) or (), buf.nbytes, inner=part_ends(buf)[:-1])
-        cause: str | None = "internal"
+        placed = Placed((), buf.nbytes)
         try:
+            placed.inner = part_ends(buf)[:-1]
+            placed.extents = self._allocate(self.room(buf.nbytes)) or ()
             cause = self._write(name, placed, buf) if placed.extents else STORE_FULL
-        finally:
-            with self._lock:
-                is_wanted = self._writing.get(name) is mine
-                if is_wanted:
-                    del self._writing[name]
-                if is_wanted and cause is None:
-                    self._blocks[name] = placed
-                else:
-                    self._discard(placed)
-                self._erase_soon()
-                is_stored = is_wanted or name in self._writing or name in self._blocks
+        except Exception as error:  # any error costs this block alone
+            logger.warning("Manthan: a block cannot be stored: %s: %s", type(error).__name__, error)
+            cause = "internal"
+        with self._lock:
+            is_wanted = self._writing.get(name) is mine
+            if is_wanted:
+                del self._writing[name]
+            if is_wanted and cause is None:
+                self._blocks[name] = placed
+            else:
+                self._discard(placed)
+            self._erase_soon()
+            is_stored = is_wanted or name in self._writing or name in self._blocks
         return cause or (None if is_stored else RESET)
 
     def absent(self, group: int, keys: Iterable[bytes]) -> list[bytes]:

@@ -18,6 +18,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from manthan.manager.config.model import ConfigError
 from manthan.manager.tiers.tier import Buffer, Found, Tier
 from manthan.manager.transfer import STORE_DOWN
 
@@ -77,7 +78,7 @@ class PeerTier(Tier):
 class PeerServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     """Server that offers this process's blocks to PeerTiers, on threads of its own.
 
-    Raises OSError if another process has the name.
+    Raises ConfigError if another process has the name, because two engines have the same engine_id.
 
     Args:
         read: Function that reads blocks; see `Tier.read`.
@@ -89,7 +90,13 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     def __init__(
         self, name: str, read: Callable[[int, Sequence[bytes], str], Iterator[Found]], cpus: Collection[int] = ()
     ) -> None:
-        super().__init__(f"\0{name}", _Request)
+        try:
+            super().__init__(f"\0{name}", _Request)
+        except OSError as error:
+            raise ConfigError(
+                f"the socket {name} cannot be opened ({error.strerror}): give each engine of this host an engine_id of "
+                "its own in --kv-transfer-config, or none."
+            ) from None
         self.read = read
         self._thread = threading.Thread(target=self._serve, args=(cpus,), name="manthan-peer", daemon=True)
         self._thread.start()

@@ -291,27 +291,31 @@ class RedisSessions:
         """Write the waiting records and deletions. If none waits and Redis was down, ask if it is back."""
         if self._circuit.wait_s:
             return
+        record, names = None, list[BlockName]()
         try:
             if not (self._is_behind or self._circuit.is_up):
                 self._ask([("PING",)])
             while (record := next(iter(list(self._records.values())), None)) is not None:
                 self._save(namespace, record)
-                with self._wake:
-                    if self._records.get(record.session_id) is record:
-                        del self._records[record.session_id]
+                self._done(record)
             while names := list(self._deletes)[:BATCH]:
                 every = list(chain.from_iterable(self._counts.values()))
                 self._ask([("UNLINK", *(namespace.block(*name, shard) for name in names for shard in every))])
-                with self._wake:
-                    for name in names:
-                        self._deletes.pop(name, None)
+                self._done(None, names)
         except TierError:
             if not self._circuit.wait_s:  # Redis answers, but memory is full
                 time.sleep(REST_S)
-        except Exception:
-            logger.exception("Manthan: sessions could not be told to Redis")
-            with self._wake:
-                self._records, self._deletes = {}, {}
+        except Exception:  # the other records are still written
+            logger.exception("Manthan: a session could not be told to Redis")
+            self._done(record, names)
+
+    def _done(self, record: SessionRecord | None, names: Iterable[BlockName] = ()) -> None:
+        """Forget a waiting record, unless a newer one has replaced it, and waiting deletions."""
+        with self._wake:
+            if record is not None and self._records.get(record.session_id) is record:
+                del self._records[record.session_id]
+            for name in names:
+                self._deletes.pop(name, None)
 
     def _name(self, namespace: Namespace, session_id: str) -> str:
         return namespace.session(self._sealer.name(session_id) if self._sealer is not None else session_id)
@@ -321,10 +325,10 @@ class RedisSessions:
 
         Renew the blocks' times to live if the number of blocks has changed, or after RENEW of the time to live.
         """
-        session_id = record.session_id
+        session_id, renewed = record.session_id, self._renewed  # `reset` makes a new dict
         name = self._name(namespace, session_id)
         if record.fields is None:
-            self._renewed.pop(session_id, None)
+            renewed.pop(session_id, None)
             [owner] = self._ask([("HGET", name, "engine")])
             if owner is not None and owner.decode() == self._facts["engine"]:
                 self._ask([("DEL", name)])
@@ -335,15 +339,16 @@ class RedisSessions:
             ("HSET", name, *map(str, fields)),
             ("PEXPIREAT", name, round(1000 * (record.used + self._ttl_s))),
         ]
-        count, when = self._renewed.get(session_id, (-1, 0.0))
+        count, when = renewed.get(session_id, (-1, 0.0))
         if count != len(record.blocks) or record.used - when > RENEW * self._ttl_s:
-            self._renewed[session_id] = len(record.blocks), record.used
+            count, when = len(record.blocks), record.used
             shards = [shard for count in self._renews for shard in self._counts[count]]
             for group, block_hash, depth in record.blocks:
                 until = round(1000 * (record.used + lives_s(self._ttl_s, depth)))
                 names = (namespace.block(group, block_hash, shard) for shard in shards)
                 commands += [("PEXPIREAT", name, until, "GT") for name in names]
         self._ask(commands)
+        renewed[session_id] = count, when
 
     def _ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         with self._circuit.guard():

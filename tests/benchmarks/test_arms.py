@@ -7,7 +7,7 @@ import pytest
 
 from manthan.benchmarks.engines import Answer, WrongPathError
 from manthan.benchmarks.restore import Only, Setting, capacity_arm, check, chosen_arms
-from manthan.benchmarks.restore_report import latency_ratios, latency_rows
+from manthan.benchmarks.restore_report import DISK, _color, latency_ratios, latency_rows
 from manthan.benchmarks.shapes import Shape, write_model
 
 
@@ -60,6 +60,14 @@ def test_both_arms_of_a_capacity_have_the_same_bytes(setting: Setting) -> None:
     assert budget - block < device.engine.blocks * block + store(device)["max_bytes"] <= budget
     assert capacity_arm("vllm-offload", setting).engine.offload_nbytes == budget
     assert store(capacity_arm("host", setting))["max_bytes"] == budget
+
+
+def test_bars_have_a_color_for_vllm_one_for_manthan_and_one_for_each_arm_on_disk() -> None:
+    names = [["hot", "recompute, hot", "vllm-offload"], ["host wht-5x", "host, hot", "device", "redis", "tiered"]]
+    names += [[name] for name in DISK]
+    found = [{_color(name) for name in alike} for alike in names]
+    assert [len(colors) for colors in found] == [1] * len(names)
+    assert len(set.union(*found)) == len(names)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from manthan.benchmarks import capacity_arms
 from manthan.benchmarks.capacity_arms import Memory
 from manthan.benchmarks.load_arms import ARMS, LMCACHE, Arms, LMCacheServer, cannot_run
 from manthan.benchmarks.load_chats import EXPONENTIAL, FIXED, Made, made_up, writer
-from manthan.benchmarks.load_fairness import BOUND_S, rows, three_loads
+from manthan.benchmarks.load_fairness import rows, three_loads
 from manthan.benchmarks.load_report import Found
 from manthan.benchmarks.load_talk import Asked, Talk
 from manthan.benchmarks.load_waits import Lines, explain, read_log
@@ -174,14 +174,17 @@ def test_ratios_are_of_the_same_repeats_and_the_bound_is_for_first_tokens_of_ord
     host, arrival = found["fits", "first token", "host"], found["fits", "first token", "host-arrival"]
     assert host.ratios == pytest.approx({"p50": 200 / 150, "p99": 298 / 199})
     assert host.spread["p50"] == pytest.approx((0.5, 3.0))
-    assert host.above == ["p50 1.33 (within 60 s)", "p99 1.50 (within 60 s)"]
+    assert host.above == ["p50 1.33 (within 120 s)", "p99 1.50 (within 120 s)"]
     assert [said.split()[0] for said in arrival.above] == ["p50", "p99"]
     assert not any("within" in said for said in arrival.above)
     assert found["outgrows", "between tokens", "host"].above == ["p50 1.10", "p99 1.20"]
     assert found["outgrows", "between tokens", "host-arrival"].above == []
-    far = replace(host, ours={"p50": 60300.0, "p99": 2100.0})
-    assert far.above == ["p50 402.00", "p99 10.55 (within 60 s)"]
-    assert ManthanConfig().admission_s == BOUND_S
+    far = replace(host, ours={"p50": 120300.0, "p99": 2100.0})
+    assert far.above == ["p50 802.00", "p99 10.55 (within 120 s)"]
+    assert host.bound_s == 2 * ManthanConfig().admission_s
+    for one in runs:
+        one["manthan"]["admission_s"] = 4
+    assert [row.bound_s for row in rows({"runs": runs})] == 6 * [8.0, 0.0]
 
 
 # -- what a wait is made of -----------------------------------------------------------------------------

@@ -58,7 +58,8 @@ def test_flags_change_what_happens(short: Path, tmp_path: Path) -> None:
         return figures(path)[0]
 
     assert one("--hot", "10M", "--idle-after", 300)["evictions"] < one("--hot", "10M", "--idle-after", 20)["evictions"]
-    assert one("--measure-from", 0.75)["evictions"] < one()["evictions"]
+    assert one("--measure-from", 0.75)["evictions"] < (plain := one())["evictions"]
+    assert plain["divergence_mean"] is None
 
 
 @pytest.mark.slow
@@ -71,7 +72,8 @@ def test_blocks_that_shrink_find_more_and_differ_less_than_coarse_ones(short: Pa
         assert result.exit_code == 0, result.output
         assert ("divergence" in result.stdout) == bool(options)
         found += figures(rows)
-    coarse, shrinking, lossless, _ = found
+    coarse, shrinking, lossless, plain = found
+    assert plain["divergence_mean"] is None
     assert lossless["restored_share"] < shrinking["restored_share"] <= coarse["restored_share"]
     assert 0 == lossless["divergence_mean"] < shrinking["divergence_mean"] < coarse["divergence_mean"]
 

@@ -366,8 +366,8 @@ def test_any_number_of_ranks_reads_what_another_wrote(codec, exact, written, rea
             assert np.array_equal(numbers_found, wanted[:, at : at + width])
 
 
-@pytest.mark.parametrize("which", [[0], [1], [0, 0], [0, 2, 3], []], ids=str)
-def test_heads_that_are_missing_are_no_block(which):
+@pytest.mark.parametrize("which", [[0], [1], [0, 0], [0, 2, 3], [0, 1, 2], [0, 1, 1], []], ids=str)
+def test_shards_with_missing_or_surplus_heads_are_no_block(which):
     stored = list(shards("wht-5x", 4, 0, numbers(WHOLE)))
     form = BlockFormat("wht-5x", replace(WHOLE, heads=2), PRINT, first_head=0)
     with pytest.raises(SizeError, match="do not make up 2 heads from 0 on"):

@@ -1,6 +1,7 @@
 """Codecs of recurrent states: what they lose is bounded, and what they must not touch they do not."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
-from manthan.codec.cpu.state import STATE_CODECS, StateLayout, StatePart
+from manthan.codec.cpu.state import STATE_CODECS, StateCodec, StateLayout, StatePart
 from manthan.codec.errors import NonFiniteError, ShapeError, SizeError, WireError
 from manthan.codec.model import ModelFacts
 
@@ -94,5 +95,10 @@ def test_blocks_of_another_layout_or_length_are_refused() -> None:
     other = StateLayout(LAYERS, LAYOUT.layer_nbytes, (StatePart(CONV), StatePart(STATE // 2, ROW, Dtype.FLOAT32)))
     with pytest.raises(SizeError):
         form("int8", other).decode(codes, key=KEY)
+    longer = StateLayout(LAYERS, LAYOUT.layer_nbytes * 2, LAYOUT.parts)
     with pytest.raises(ShapeError):
-        form("int8", StateLayout(LAYERS, LAYOUT.layer_nbytes * 2, LAYOUT.parts)).max_nbytes(0)
+        form("int8", longer).max_nbytes(0)
+    [section], raw = format.header(KEY, 0, 0).sections, block(states())
+    for layout, found in ((longer, section), (LAYOUT, replace(section, dtype=Dtype.FLOAT16))):
+        with pytest.raises(ShapeError):
+            StateCodec(section.codec, layout).encode(raw, found, np.arange(4), np.empty(raw.nbytes, np.uint8))

@@ -20,7 +20,7 @@ class RealPool(VllmPool):
 
     def __init__(self, blocks: int, windows: int = 0, event: Any = None) -> None:
         self.vllm = BlockPool(blocks + 1, True, TOKENS, enable_kv_cache_events=event is not None)
-        super().__init__(self.vllm, 0, dict.fromkeys(range(windows + 1), TOKENS), event)
+        super().__init__(self.vllm, dict.fromkeys(range(windows + 1), TOKENS), event)
 
     def users(self, block: int) -> int:
         """Return how many references a block has."""

@@ -287,6 +287,15 @@ def test_a_disk_that_fails(tier: DiskTier, monkeypatch: pytest.MonkeyPatch, faul
     tier.close()
 
 
+def test_a_block_that_cannot_be_written_costs_no_other_block(tier: DiskTier) -> None:
+    scattered = numbers(1, 10_000)[::2]  # not contiguous: ValueError, no OSError
+    assert tier.put_all(0, {KEYS[0]: numbers(0), KEYS[1]: scattered, KEYS[2]: numbers(2)}) == {KEYS[1]: "internal"}
+    assert [found is not None for found in tier.read(0, KEYS[:3])] == [True, False, True]
+    assert tier.put_all(1 << 32, {KEYS[3]: numbers(3)}) == {KEYS[3]: "internal"}  # struct.error, after the body
+    assert tier.used == 2 * room(5000)
+    check_store(tier)
+
+
 def test_while_a_sync_hangs_blocks_are_stored_and_nobody_waits(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

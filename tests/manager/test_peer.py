@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from manthan.manager.config.model import ConfigError
 from manthan.manager.tiers import peer
 from manthan.manager.tiers.arena_tier import RamTier
 from manthan.manager.tiers.peer import PeerServer, PeerTier
@@ -123,7 +124,7 @@ def test_a_reader_that_gives_up_leaves_the_keeper_as_it_was(server: PeerServer, 
 
 
 def test_only_one_process_has_a_name(server: PeerServer, name: str, kept: RamTier) -> None:
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(ConfigError, match=r"in use\): give each engine of this host an engine_id of its own"):
         PeerServer(name, kept.read)
 
 

@@ -417,6 +417,24 @@ def test_a_server_that_hangs_costs_one_timeout_and_is_told_later(start: Start, s
     assert player.ask(hashes) == LookupResult([RANKS * NBYTES] * 3)
 
 
+def test_a_session_that_cannot_be_written_costs_no_other_session_its_record(start: Start, server: RedisServer) -> None:
+    player, hashes = start(), blocks("a", 1)
+    player.store(hashes)
+    server.pause()
+    try:
+        assert player.ask(hashes) == LookupResult()
+        for session_id, owned in (("alice", hashes), ("\ud800", []), ("bob", [])):  # redis-py cannot encode the second
+            player.tell(session_id, owned)
+        player.sessions.tell([], [BlocksDropped(0, blocks("b", 1), DropCause.RELEASED)])
+        until(lambda: player.circuit._failures > 1)  # the first record was tried
+    finally:
+        server.resume()
+    until(lambda: hash_of(server, "bob"))
+    assert hash_of(server, "alice")
+    assert left_ms(server, *hashes)[0] > FIRST_TTL * TTL_S * 1000
+    until(lambda: not player.sessions._is_behind)
+
+
 def test_a_server_that_is_full_and_evicts_nothing_is_told_later(start: Start, server: RedisServer) -> None:
     player = start()
     server.client.config_set("maxmemory", 1)

@@ -1,10 +1,14 @@
 """A profile from a server's own traffic: the guard tries it, new blocks use it, and the next start has it."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+from some_blocks import until
 from traffic import hasten
 from vllm import EngineArgs
 from vllm_engine import MODEL, Engine, Table
@@ -12,6 +16,8 @@ from vllm_engine import MODEL, Engine, Table
 from manthan.codec.profile import Profile
 from manthan.manager.config.profiles import choose_codec, profile_path
 from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.messages import Candidate, ManthanWorkerMetadata
+from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 from manthan.vllm_hooks.settled import CALIBRATES
 from manthan.vllm_hooks.transfer_config import from_vllm_config, settings
 
@@ -113,6 +119,26 @@ def test_a_profile_that_the_guard_refuses_leaves_the_codec(path: Path, engine: E
     assert engine.on_worker(seen)[2] == ["wht-4x", "wht-5x"]
     assert not path.exists()
     assert from_vllm_config(configured()).codec.name == "wht-5x"
+
+
+def test_a_slow_disk_under_a_profile_delays_no_step(path: Path) -> None:
+    """The scheduler's thread has another thread rename the profile that the guard has chosen."""
+    renamed, has_time, shape = list[str](), threading.Event(), object()
+
+    class Slow(type(path)):  # type: ignore[misc]
+        def replace(self, target: Path) -> Path:
+            assert has_time.wait(20)
+            renamed.append(threading.current_thread().name)
+            return super().replace(target)  # type: ignore[no-any-return]
+
+    half = MagicMock(_candidate=Candidate(Slow(path.with_suffix(".1")), shape), manager=SimpleNamespace(shape=shape))
+    path.parent.mkdir(parents=True)
+    path.with_suffix(".1").write_text("a profile")
+    SchedulerHalf.worker_output(half, ManthanWorkerMetadata())
+    assert (renamed, half._candidate) == ([], None)
+    has_time.set()
+    until(path.exists)
+    assert renamed == ["manthan-profile"]
 
 
 def configured(model: str = MODEL, **options: Any) -> Any:

@@ -2,11 +2,13 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from loaded import load_config
 from vllm.platforms import current_platform
+from vllm.third_party.pynvml import NVMLError_NotSupported
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.tiers.arena import GRANULE
@@ -18,7 +20,6 @@ from manthan.vllm_hooks.worker.capacity import (
     set_gpu_memory_aside,
     share_memory,
 )
-from manthan.vllm_hooks.worker.half import codec_backend
 
 GIB = 1 << 30
 
@@ -95,10 +96,14 @@ def test_more_than_the_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def integrated(monkeypatch: pytest.MonkeyPatch, store: dict[str, Any], backend: str, memory: str, **cache: Any) -> Gpu:
-    """A GPU that shares 100 GiB with the CPU."""
+    """A GPU that shares 100 GiB with the CPU. As on a GB10, NVML does not say how much memory there is."""
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(type(current_platform), "is_integrated_gpu", classmethod(lambda cls: True), raising=False)
-    return Gpu(monkeypatch, store, backend, memory, **cache)
+    machine, found = Gpu(monkeypatch, store, backend, memory, **cache), SimpleNamespace(total_memory=100 * GIB)
+    unsupported = MagicMock(side_effect=NVMLError_NotSupported)
+    monkeypatch.setattr(type(current_platform), "get_device_total_memory", unsupported)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    return machine
 
 
 @pytest.mark.parametrize(
@@ -130,13 +135,3 @@ def test_a_budget_that_cannot_be_kept_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(type(current_platform), "is_integrated_gpu", classmethod(lambda cls: False), raising=False)
     with pytest.raises(ConfigError, match="this GPU has its own: leave it out"):
         share_memory(machine)
-
-
-def test_the_backend_suits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert codec_backend("auto", cpu) == codec_backend("numpy", cpu) == codec_backend("numpy", gpu) == "numpy"
-    for integrated, chosen in ((True, "numpy"), (False, "cuda")):  # there is no GPU of the one kind and the other here
-        found = SimpleNamespace(is_integrated=integrated)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=found: found)
-        assert codec_backend("auto", gpu) == chosen
-        assert codec_backend("cuda", gpu) == "cuda"

@@ -45,7 +45,7 @@ class Asked:
         self.pool = self.manager.block_pool
         self.pool.hash_block_size = tokens
         self.hash = get_request_block_hasher(tokens, sha256)
-        self.blocks = VllmPool(self.pool, 0, {0: TOKENS})
+        self.blocks = VllmPool(self.pool, {0: TOKENS})
         self.marks = self.blocks.marks
         Lookups(self.manager, self.marks, self)
         self.owner: Owner | None = None

@@ -71,6 +71,7 @@ def test_a_window_is_prefetched_with_its_session() -> None:
     last = talks.real.vllm.blocks[window.block_ids[1]]
     assert talks.pool.lookup(WINDOW, names(TEXT)[4:]) == [last.block_id]
     assert last.block_hash_num_tokens == 5 * TOKENS
+    assert talks.real.queue().split()[-9:] == ["e", "d", "e", "d", "c", "b", "a", "asks", "who"], "windows first"
     assert [event.group_idx for event in talks.entered()] == [MAIN] * 5 + [WINDOW] * 2
     assert len(talks.pool) == BLOCKS
     talks.start(f"{TEXT} f", "a")

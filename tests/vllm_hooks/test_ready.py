@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import stored_codes
+import torch
 from logged import warnings
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -13,7 +14,7 @@ from vllm_engine import Engine, Table
 from manthan.codec.cpu.exact import EXACT
 from manthan.manager.config.model import ConfigError
 from manthan.vllm_hooks import settled
-from manthan.vllm_hooks.transfer_config import EXTRA_KEY, kv_transfer_config
+from manthan.vllm_hooks.transfer_config import EXTRA_KEY, is_on_gpu, kv_transfer_config
 
 
 @pytest.mark.usefixtures("sweeping_engine")
@@ -30,7 +31,6 @@ def test_first_blocks_to_be_encoded_and_decoded_compile_nothing(engine: Engine) 
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """An engine's configuration on a GPU, seen from a machine without NVRTC."""
     monkeypatch.setattr(settled, "is_on_gpu", lambda config: True)
-    monkeypatch.setattr(current_platform, "is_integrated_gpu", lambda: False, raising=False)
     model = SimpleNamespace(model="m", revision=None, use_mla=False)
     parallel = SimpleNamespace(tensor_parallel_size=1)
     return SimpleNamespace(kv_transfer_config=kv_transfer_config(), model_config=model, parallel_config=parallel)
@@ -63,6 +63,26 @@ def test_a_gpu_whose_kernels_cannot_be_compiled_keeps_blocks_exact(
     gpu.kv_transfer_config.kv_connector_extra_config[EXTRA_KEY]["tiers"]["kind"] = "device"
     with pytest.raises(ConfigError, match=r"tiers.kind is device, but .* use host"):
         settled.settle_codec(gpu)
+
+
+def test_on_a_gpu_that_shares_the_cpus_memory_auto_is_the_cpu(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine with such a GPU is at hand: the probe is asked about one that is made up."""
+    gpu.cache_config = SimpleNamespace()
+    monkeypatch.setattr(settled, "kernel_fault", lambda: f"UserWarning: a new GPU {settled.SHARED}")
+    monkeypatch.setattr(settled, "is_on_gpu", is_on_gpu)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    monkeypatch.setattr(settled, "is_packed", lambda cache: True)
+    assert is_on_gpu(gpu)
+    for _ in range(2):
+        settled.settle_codec(gpu)
+        assert not is_on_gpu(gpu)
+    gpu.kv_transfer_config.kv_connector_extra_config[EXTRA_KEY]["tiers"]["kind"] = "device"
+    with pytest.raises(ConfigError, match=f"tiers.kind is device, but {settled.SHARED}: use host"):
+        settled.settle_codec(gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(is_integrated=True))
+    with pytest.raises(SystemExit, match=settled.SHARED):
+        exec(settled.PROBE)
 
 
 def test_a_compiler_that_hangs_or_dies_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_a_disk_beside_ranks_on_other_hosts(tmp_path: Path) -> None:
     [
         ({"enable_prefix_caching": False}, {}, {}, "prefix caching is off; remove --no-enable-prefix-caching."),
         ({}, {"tiers": "device"}, {}, "tiers.kind is device, but vLLM runs on the CPU: use host."),
-        ({}, {"codec": {"backend": "cuda"}}, {}, "codec.backend is cuda, but vLLM runs on the CPU: use auto or numpy."),
+        ({}, {"codec": {"backend": "cuda"}}, {}, "codec.backend is cuda, but vLLM runs on cpu: use auto or numpy."),
         (
             {},
             {},

@@ -16,7 +16,8 @@ from manthan.vllm_hooks.compat import VllmPool
 
 BLOCKS = 12
 WINDOW = 1
-"""KV cache group whose blocks the pool does not keep in order."""
+"""KV cache group besides group 0."""
+GROUPS = st.sampled_from([0, WINDOW])
 TEXT = st.text("ab", min_size=1, max_size=5).map(" ".join)
 SOME = st.lists(TEXT, max_size=4).map(lambda texts: [block_hash for text in texts for block_hash in names(text)])
 
@@ -28,7 +29,7 @@ class TwoPools(RuleBasedStateMachine):
         super().__init__()
         self.ours = SimulatedPool(BLOCKS)
         self.vllm = BlockPool(BLOCKS + 1, enable_caching=True, hash_block_size=16)
-        self.theirs = VllmPool(self.vllm, 0, {0: 16, WINDOW: 16})
+        self.theirs = VllmPool(self.vllm, {0: 16, WINDOW: 16})
         self.both: list[tuple[Pool, int]] = [(self.ours, 0), (self.theirs, 1)]
         self.held: list[list[int]] = []
         """Blocks of each request or transfer."""
@@ -61,49 +62,49 @@ class TwoPools(RuleBasedStateMachine):
         self.ours.free(blocks)
         self.vllm.free_blocks(self.of_vllm(blocks))
 
-    @rule(text=TEXT, group=st.sampled_from([0, WINDOW]), is_saved=st.booleans(), is_cached=st.booleans())
+    @rule(text=TEXT, group=GROUPS, is_saved=st.booleans(), is_cached=st.booleans())
     def load(self, text: str, group: int, is_saved: bool, is_cached: bool) -> None:
         """Enter one block, which stays referenced. A request that is aborted does not enter the loaded block."""
         if len(self.ours):
             self.held.append(self.ours.take(1))
             assert self.theirs.take(1) == [self.held[-1][0] + 1]
             for pool, first in self.both:
-                if is_saved and group == 0:
+                if is_saved:
                     pool.loaded([self.held[-1][0] + first])
                 if is_cached:
                     pool.cache(self.held[-1][0] + first, group, names(text)[-1], len(names(text)) - 1)
 
-    @rule(text=TEXT, group=st.sampled_from([0, WINDOW]))
+    @rule(text=TEXT, group=GROUPS)
     def hold(self, text: str, group: int) -> None:
         found = [block for block in self.ours.lookup(group, names(text)) if block >= 0]
         for pool, first in self.both:
             pool.hold([block + first for block in found])
         self.held.append(found)
 
-    @rule(hashes=SOME, group=st.sampled_from([0, WINDOW]))
+    @rule(hashes=SOME, group=GROUPS)
     def release(self, hashes: list[bytes], group: int) -> None:
         for pool, _ in self.both:
             pool.release(group, hashes)
 
-    @rule(hashes=SOME)
-    def give_up(self, hashes: list[bytes]) -> None:
+    @rule(hashes=SOME, group=GROUPS)
+    def give_up(self, hashes: list[bytes], group: int) -> None:
         for pool, _ in self.both:
-            pool.give_up(0, hashes)
+            pool.give_up(group, hashes)
 
-    @rule(hashes=SOME)
-    def keep(self, hashes: list[bytes]) -> None:
+    @rule(hashes=SOME, group=GROUPS)
+    def keep(self, hashes: list[bytes], group: int) -> None:
         for pool, _ in self.both:
-            pool.keep(0, hashes[::-1])
+            pool.keep(group, hashes[::-1])
 
-    @rule(hashes=SOME)
-    def lead(self, hashes: list[bytes]) -> None:
+    @rule(hashes=SOME, group=GROUPS)
+    def lead(self, hashes: list[bytes], group: int) -> None:
         for pool, _ in self.both:
-            pool.lead(0, hashes)
+            pool.lead(group, hashes)
 
-    @rule(hashes=SOME)
-    def forget(self, hashes: list[bytes]) -> None:
+    @rule(hashes=SOME, group=GROUPS)
+    def forget(self, hashes: list[bytes], group: int) -> None:
         for pool, _ in self.both:
-            pool.forget(0, hashes)
+            pool.forget(group, hashes)
 
     @precondition(lambda self: not any(self.held))
     @rule()

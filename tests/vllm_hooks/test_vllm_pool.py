@@ -48,6 +48,13 @@ def test_a_loaded_block_is_saved_until_it_is_handed_out(pool: RealPool) -> None:
         assert pool.queue() == queue
 
 
+def test_saved_blocks_of_all_groups_are_overwritten_before_unsaved_ones(pool: RealPool) -> None:
+    pool.keep(WINDOW, names("u v w")[::-1])
+    pool.keep(MAIN, names("c d")[::-1])
+    assert pool.queue() == "- - w v u d c b a"
+    assert pool.runway(9) == 7
+
+
 def test_nothing_is_saved_after_a_reset(pool: RealPool) -> None:
     pool.keep(MAIN, names("a b"))
     pool.marks.set([3], Mark.DECODED, None)

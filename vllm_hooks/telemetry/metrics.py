@@ -58,7 +58,7 @@ METRICS: dict[str, _Metric] = {
     "codec_fallback": _Metric(
         Gauge, "1 if the guard found the configured codec unfaithful or slow, and a finer one is used, else 0."
     ),
-    "compression_ratio": _Metric(Gauge, "Pool bytes of cold blocks over their compressed bytes."),
+    "compression_ratio": _Metric(Gauge, "Pool bytes of cold blocks, on all ranks, over their compressed bytes."),
     "evictions": _Metric(Counter, "Sessions that went cold."),
     "restores": _Metric(Counter, "Requests that had blocks restored."),
     "prefetches": _Metric(Counter, "Sessions restored before their request came."),

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
+from vllm.third_party.pynvml import NVMLError
 
 from manthan.manager.config.model import ManthanConfig, TiersConfig
 from manthan.manager.config.resolve import ConfigError
@@ -85,6 +86,17 @@ def fast_tiers(store: TiersConfig, ranks: int) -> list[FrontTier]:
     return [FrontTier(int(nbytes), fills_on_read=True) for nbytes in budgets]
 
 
+def _device_nbytes() -> int:
+    """Return the bytes of a device's memory; of the machine's memory for a CPU, or a GPU that shares it."""
+    import torch
+    from vllm.platforms import current_platform
+
+    try:
+        return int(current_platform.get_device_total_memory())
+    except NVMLError:  # NVML does not know it where CPU and GPU share one memory
+        return torch.cuda.get_device_properties(0).total_memory
+
+
 def share_memory(vllm_config: "VllmConfig") -> None:
     """Set vLLM's share of the machine's memory to the part of `memory_bytes` that Manthan does not take.
 
@@ -109,7 +121,7 @@ def share_memory(vllm_config: "VllmConfig") -> None:
     tiers = config.tiers
     ram = tiers.max_bytes if tiers.kind == "host" else tiers.host_bytes
     ours = ram + (0 if is_on_gpu(vllm_config) else COPIES_BYTES * ranks)
-    total = current_platform.get_device_total_memory()
+    total = _device_nbytes()
     if not ours < budget <= total * ranks:
         raise ConfigError(
             f"memory_bytes is {human_bytes(budget)}: it must be more than the {human_bytes(ours)} that Manthan takes "
@@ -124,13 +136,11 @@ def share_memory(vllm_config: "VllmConfig") -> None:
 
 def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
     """Make vLLM's KV pool smaller by Manthan's GPU memory. Raises ConfigError if nothing would be left for vLLM."""
-    from vllm.platforms import current_platform
-
     if not is_on_gpu(vllm_config):
         return
     cache, store = vllm_config.cache_config, from_vllm_config(vllm_config).tiers
     ours = TierBytes.of_a_rank(store, vllm_config.parallel_config.world_size).device + STAGINGS_BYTES
-    total = current_platform.get_device_total_memory()
+    total = _device_nbytes()
     given = cache.kv_cache_memory_bytes or cache.gpu_memory_utilization * total
     if ours >= given:
         what = "--kv-cache-memory-bytes" if cache.kv_cache_memory_bytes else "--gpu-memory-utilization"

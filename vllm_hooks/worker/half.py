@@ -41,7 +41,7 @@ from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
 from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.telemetry.log import human_bytes
-from manthan.vllm_hooks.transfer_config import CONNECTOR, settings
+from manthan.vllm_hooks.transfer_config import CONNECTOR, is_on_gpu, settings
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, PagedMemory
 from manthan.vllm_hooks.worker.calibrator import Calibrator
 from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS, PRIMARY_BYTES, TierBytes, room_in
@@ -310,7 +310,7 @@ class WorkerHalf:
         tier_bytes, fails_whole = TierBytes.of_a_rank(tiers, ranks), bool(self.groups.at_points)
         front = tiers.front_bytes // ranks if keeps else 0
         device = next(iter(groups.values())).layers[0].rows.device
-        if codec_backend(codec.backend, device) == "cuda":
+        if is_on_gpu(self._vllm_config):
             from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
             from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 
@@ -333,17 +333,6 @@ class WorkerHalf:
         blocks = {index: CpuBlocks(each.memory, *each.forms, exacts=each.exacts) for index, each in groups.items()}
         threads = 1 if device.type == "cpu" else CPU_ENCODE_THREADS
         return CpuEngine(blocks, store, threads, device, fails_whole, keeps)
-
-
-def codec_backend(wanted: str, device: torch.device) -> str:
-    """Return "cuda" or "numpy": `wanted`, or if `wanted` is "auto", the choice for the KV cache's device.
-
-    With "auto" the CPU encodes if a GPU shares the CPU's memory (GB10), so that the model has the GPU alone.
-    """
-    if wanted != "auto":
-        return wanted
-    is_shared = device.type == "cpu" or torch.cuda.get_device_properties(device).is_integrated
-    return "numpy" if is_shared else "cuda"
 
 
 def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCodec:
