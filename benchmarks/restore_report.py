@@ -49,7 +49,7 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """Times to the first token, in ms, when sessions ask again in one way.
+    """Times to the first token, in ms, of one arm's session returns of one kind.
 
     cached: least number of prompt tokens that were not computed, over all the returns.
     """
@@ -82,7 +82,7 @@ def _place(name: str) -> int:
 
 
 def latency_ratios(rows: Sequence[Row]) -> dict[str, float]:
-    """Return ratios of medians for the pairs of RATIOS, for all measured codecs, without rows "hot"."""
+    """Return ratios of medians for the pairs of RATIOS, for all codecs, without rows "ARM, hot"."""
     median = {row.name: row.median for row in rows if "," not in row.name}
     return {
         f"{a} / {b}": median[a] / median[b]

@@ -1,12 +1,12 @@
 """Codec, without calibration: rotates keys and values, rounds them to whole steps and encodes the integers by rANS.
 
-A section is the keys or values of a compressed KV block. Below are its layout, and the arithmetic, which is equal bit
-for bit on CPUs and GPUs; docs/codec.md explains both. An entropy coder behind a uniform quantizer is within a quarter
+A section is the keys or values of a compressed KV block. Below are its layout, and arithmetic equal bit for bit on
+CPUs and GPUs. docs/codec.md outlines the arithmetic. An entropy coder behind a uniform quantizer is within a quarter
 bit of the optimum (Gish and Pierce, 1968). Keys are encoded as they were before RoPE (Hooper et al., KVQuant, 2024).
 
 A run is the keys, or the values, of one head in one layer of a section: T vectors of D numbers at positions p. A row is
-the runs of a layer. All is in float32, without fused multiply-add; `manthan.codec.base` defines fold, a sum, and
-`manthan.codec.tables.rotation` hadamard and w. Where a step is below 2**-126, whole numbers are 0.
+the runs of a layer. The formulas are in float32, without fused multiply-add; `manthan.codec.base` defines fold, a sum,
+and `manthan.codec.tables.rotation` hadamard and w. Where a step is below 2**-126, whole numbers are 0.
 
     keys:    x  in the order of `halves`: the first numbers x1 of RoPE's pairs, the second numbers x2, the rest
              u1 = x1 * cos + x2 * sin; u2 = x2 * cos - x1 * sin; the rest of u is that of x
@@ -28,12 +28,12 @@ row, [heads, D, T]. Its table of frequencies for a run is TABLES[j] of `family()
 run's n numbers, j is the number of LIMITS that are at most S / n.
 
 If a section is longer than `max_nbytes`, all steps are doubled d times, until it fits: q / 2**d rounded to a whole
-number, ties to even, is coded with TABLES[max(j - 3 * d, 0)]. No other field changes. d is 0 except for numbers that no
-transform makes Gaussian. A decoder reads the quotient, here again called q, and returns x^:
+number, ties to even, is coded with TABLES[max(j - 3 * d, 0)]. No other field changes. d is 0 unless hadamard leaves
+numbers far from Gaussian. A decoder reads the quotient, here again called q, and returns x^:
 
     x^ = hadamard(q) * w * (2**d * s) for values, and hadamard(2**d * q + k) * w * s for keys, then turned by RoPE
 
-2**d * q + k has 16 bits. 2**d * s and decoded keys are clipped to +-bf16's largest number, and every x^ to the largest
+2**d * q + k is an int16. 2**d * s and decoded keys are clipped to +-bf16's largest number, and every x^ to the largest
 of its dtype. Then -0 becomes 0, and x^ is rounded to its dtype, ties to even. All sums of whole numbers in hadamard are
 at most 2**24, so the order does not matter.
 
@@ -103,7 +103,7 @@ LIMITS: npt.NDArray[np.float64] = DEVIATIONS[:-1] * DEVIATIONS[1:] + 1 / 12
 
 @dataclass(frozen=True)
 class WhtPreset:
-    """Preset: a step for all keys of a layer, and a step for each value vector.
+    """Named pair of factors for the steps of keys and of value vectors.
 
     Args:
         name: name in the configuration and in encoded blocks.
@@ -203,14 +203,14 @@ class WhtCodec(Codec):
         return parts.end + nbytes
 
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        """Raises SizeError, DamagedError; NonFiniteError for a step that no encoder writes."""
+        """Raises SizeError, DamagedError; NonFiniteError for a negative or too large step."""
         limit, parts = self.max_nbytes(section), Parts.of(section)
         if not parts.end <= codes.size <= limit:
             raise SizeError(f"{codes.size} bytes do not encode {section}: {parts.end} to {limit} do.")
         doublings = check_front(codes, section.codec, MOST_DOUBLINGS)
         chosen = codes[parts.tables]
         if (chosen >= len(TABLES)).any():
-            raise DamagedError("a table of frequencies has an impossible number: the block is damaged.")
+            raise DamagedError("a run's index of a table is out of range: the block is damaged.")
         whole = self._coder.read(codes[parts.end :], _rows(chosen, section, doublings))
         q = whole.reshape(parts.runs, section.head_dim, section.tokens)
         if parts.are_keys:
@@ -259,7 +259,7 @@ class WhtCodec(Codec):
     ) -> Numbers:
         kernels, mean_steps = self._kernels(), codes[parts.steps].view("<u2")
         rounded = codes[parts.row_steps].view("<u2")
-        _check_steps(mean_steps, STEP_END, "the mean of run")
+        _check_steps(mean_steps, STEP_END, "mean step")
         _check_steps(rounded, ROW_STEP_END)
         steps = np.repeat(as_floats(rounded), section.heads)
         code = _unpack(codes[parts.means].reshape(parts.runs, MEAN_BITS, -1))
@@ -286,7 +286,7 @@ class WhtCodec(Codec):
         if section.dtype is Dtype.BFLOAT16:
             made: Numbers = np.empty(x.shape, np.uint16)
             nowhere = NO_ROPE.tables(np.zeros(section.tokens, np.int64))
-            self._kernels().turned(x, *nowhere, True, LARGEST_BF16, made)  # in one pass
+            self._kernels().turned(x, *nowhere, True, LARGEST_BF16, made)  # clip, round
             return made
         x += np.float32(0)  # no negative zeros
         return as_numbers(x, section.dtype)
@@ -299,7 +299,7 @@ class WhtCodec(Codec):
         if large.any():
             bad = int(large.reshape(-1, section.head_dim).any(1).argmax())
             raise NonFiniteError(
-                f"vector {bad} holds a NaN, an infinity or a number of 2**{LIMIT} and more, and cannot be encoded."
+                f"vector {bad} holds a NaN, an infinity or a magnitude from 2**{LIMIT} on, and cannot be encoded."
             )
 
     @cached_property
@@ -420,4 +420,4 @@ def _check_steps(bf16: npt.NDArray[np.unsignedinteger], end: int = FINITE_STEPS,
     bad = bf16 >= end
     if bad.any():
         at = int(bad.argmax())
-        raise NonFiniteError(f"{what} {at} is not finite, or too large: the block is damaged.")
+        raise NonFiniteError(f"{what} {at} is negative or too large: the block is damaged.")

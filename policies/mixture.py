@@ -129,7 +129,7 @@ class Mixture(Returns):
         self._origins: dict[float, str] = {}
         """Ids of sessions that another continues, by `created`. The session that continues has the same `created`."""
         self._mask = 0  # bits of a session's hash that are 0 for sampled sessions
-        self._room = 0.0  # bytes of all sessions but the newest when the cache is full, a moving average
+        self._room = 0.0  # bytes of all but the last used session in a full cache, a moving average
         self._looks = 0
         self._last = self._offered = ""  # ids of the session used last, and of the victim named last
 

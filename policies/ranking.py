@@ -17,9 +17,9 @@ class Entry(Struct, order=True, gc=False):
 
 
 class Ranking:
-    """Keys, the least number first, and among equal numbers the least `age`. Each call takes O(log n) on average.
+    """Keys, least number first; of equal ones least `age`, a time or count. Each key takes O(log n) on average.
 
-    A heap keeps outdated entries until they come to the front. It is rebuilt when most of its entries are outdated.
+    A heap keeps outdated entries until they come to the front. `set` rebuilds a large heap of mostly outdated entries.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Ranking:
         return inf if first is None else first.rank
 
     def set(self, key: str, rank: float, age: float | None = None) -> None:
-        """Give a key a number. Among equal numbers the least `age` is first; with None, the key that was set first."""
+        """Give a key a number. Among equal numbers the least `age` is first; with None, the least recently set key."""
         self._entries[key] = entry = Entry(rank, next(self._count) if age is None else age, key)
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._entries) + 64:

@@ -1,4 +1,4 @@
-"""`manthan sessions`: list, show, pin and release the sessions of a running server, over the HTTP API."""
+"""`manthan sessions`: list, show, pin and release a server's sessions (conversations), over the HTTP API."""
 
 import json
 import os
@@ -18,13 +18,14 @@ from rich.text import Text
 from manthan.manager.commands.console import make_console
 from manthan.manager.config.sentences import human_bytes
 from manthan.manager.listing import Sort
+from manthan.manager.session.table import qualified
 
 KEY_ENV = "VLLM_API_KEY"
 TIMEOUT_S = 30.0
 
 Url = Annotated[str, typer.Option("--url", metavar="URL", help="Address of vLLM's server.")]
 Tenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="Tenant of the session.")]
-Id = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id, as `list` shows it.")]
+Id = Annotated[str, typer.Argument(metavar="SESSION", help="Id from `list`, or with --tenant the session's name.")]
 COLUMNS = (
     *("id", "parent", "tenant", "state", "tokens", "hot_bytes"),
     *("tiers", "exact", "level", "last_used", "requests", "pinned"),
@@ -113,7 +114,7 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         path: path below /manthan, such as /sessions.
         body: JSON object to POST; None for a GET.
 
-    Returns: the answer's JSON; docs/api.md has the fields.
+    Returns: the answer's JSON; the server's /docs has the fields.
 
     Raises: AskError for a refusal, or if no server with Manthan answers.
     """
@@ -138,7 +139,7 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
 
 
 def measuring(store: Mapping[str, Any]) -> str:
-    """Return how far the guard has measured the configured codec, which is used only after that; empty once measured.
+    """Return the progress of measuring the configured codec's loss, before its first use; empty if none is under way.
 
     Args:
         store: field `store` of the API's state.
@@ -150,7 +151,7 @@ def measuring(store: Mapping[str, Any]) -> str:
 
 def _path(session: str, tenant: str) -> str:
     """Return the path of a session below /manthan. tenant: empty, unless the client may see all tenants' sessions."""
-    return f"/sessions/{quote(f'{tenant}/{session}' if tenant else session, safe='')}"
+    return f"/sessions/{quote(qualified(session, tenant) if tenant else session, safe='')}"
 
 
 def _value(name: str, value: Any) -> str:

@@ -234,7 +234,7 @@ class TiersConfig(_Model):
 
 
 class ApiConfig(_Model):
-    """HTTP API with paths below /manthan. hosts: further names that header Host may have without an API key."""
+    """HTTP API with paths below /manthan. hosts: further names allowed in header Host if no API key is set."""
 
     shorthand = "enabled"
 

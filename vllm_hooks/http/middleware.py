@@ -30,12 +30,12 @@ LONGEST_BODY = 64 * 1024  # most bytes of the body of a request below /manthan
 MOST_HELD = 8
 """Most messages of a stream to hold back. Some routes send several before vLLM makes the engine's request."""
 HOLD_S = 30.0
-"""Most seconds to hold a stream back. For some streams vLLM never makes an engine's request with hints to check."""
+"""Most seconds to hold a stream back. Some streams never reach the check of hints, which clients send."""
 SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class Middleware:
-    """Outermost middleware of the server: requests reach it before vLLM's own middleware."""
+    """Middleware that requests reach before vLLM's own middleware."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -64,7 +64,7 @@ class Middleware:
 def add_api(app: FastAPI) -> bool:
     """Add the HTTP API and the live page to vLLM's app, if the server runs Manthan and `api.enabled` is true.
 
-    Return True if they were added and restores are to be rechecked (`codec.guard`).
+    Return True if added, and if the loss of restored KV is to be measured (`codec.guard`).
     """
     args = app.state.args
     if not is_on(args) or not (config := (whole := from_vllm_config(args)).api).enabled:
@@ -108,7 +108,7 @@ class HeldAnswer:
         """True once status 400 was sent instead of the stream."""
 
     async def send(self, message: Message) -> None:
-        """Send an ASGI message of the answer, or hold the message back."""
+        """Send or hold back an ASGI message of the answer. After a refusal, drop the message."""
         async with self._lock:
             kind = dict(message.get("headers", ())).get(b"content-type", b"")
             is_stream = message["type"] == "http.response.start" and kind.startswith(b"text/event-stream")
@@ -188,7 +188,7 @@ class Gate:
             raise ApiError(413, f"Content-Length must be at most {LONGEST_BODY} bytes, not {shown}.", "Content-Length")
 
     def _check_host(self, host: str) -> None:
-        """Raise ApiError for a host name that is neither in `hosts`, nor localhost, nor an IP address."""
+        """Raise ApiError unless a host is in `hosts`, an IP address, localhost or ends in .localhost."""
         with suppress(ValueError):
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".").lower()
             if name in self._hosts or name == "localhost" or name.endswith(".localhost") or ipaddress.ip_address(name):
@@ -199,7 +199,7 @@ class Gate:
     def _check_origin(self, headers: Headers) -> None:
         """Raise ApiError if the request comes from a page of an origin that is not allowed.
 
-        See `Origin` and `Sec-Fetch-Site` in the Fetch standard. Browsers send `Sec-Fetch-Site` only with TLS or to
+        See the standards Fetch and Fetch Metadata. Browsers send `Sec-Fetch-Site` only with TLS or to
         localhost.
         """
         origin, site = headers.get("origin", ""), headers.get("sec-fetch-site")

@@ -1,5 +1,5 @@
-// Four numbers of a vector in a lane: two pairs, which RoPE rotates in keys. A warp takes as many tokens at a time as
-// its lanes can hold.
+// Four numbers of a vector in a lane: two pairs, which RoPE rotates in keys. A warp takes as many tokens at once as fit,
+// at least one.
 
 #define QUADS (HEAD_DIM / 4)
 #define ABREAST (QUADS < 32 ? 32 / QUADS : 1)  // tokens at a time
@@ -12,7 +12,7 @@ struct __align__(4) Halves {
 };
 
 // Two neighbouring pairs: RoPE rotates numbers 0 and 1 together, and 2 and 3. at: indices of the four in the vector.
-// apart: true if a pair's numbers are in different halves. beside: true if the four are two times two neighbours from
+// apart: true if the first pair's numbers are PAIRS apart. beside: true if the four are two times two neighbours from
 // even indices; false for halves of an odd length. turned: true for a pair that RoPE rotates.
 struct Quad {
     int at[4], pair;
