@@ -255,7 +255,7 @@ class Result(NamedTuple):
 
 def measure(tokenizer: Any, behaviour: Behaviour, lengths: Lengths, count: int, block: int) -> Result:
     found = list(turns(tokenizer, behaviour, lengths, count, block))
-    shares = [turn.kept / turn.tokens for turn in found]
+    shares = [turn.kept / turn.tokens if turn.tokens else 0.0 for turn in found]
     return Result(behaviour.name, mean(shares), shares[-1], mean(turn.prompt - turn.kept for turn in found))
 
 

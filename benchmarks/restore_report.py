@@ -43,7 +43,7 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
         console.print(latency_table(report))
     if kept_sessions(report):
         console.print(capacity_table(report))
-    if report["arms"]:
+    if latency_rows(report) or kept_sessions(report):
         save_plot(draw, report, plot, console)
 
 

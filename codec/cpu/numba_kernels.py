@@ -569,7 +569,7 @@ def _length(x: Any) -> Any:
 
 @jit()
 def _cell(near: int, wide: int) -> Any:
-    """Return log2 of a cell's size, the cell of `near`, and the index of the table for the distance from it.
+    """Return log2 of a cell's size, the expected cell, and the index of the table for the distance from it.
 
     A cell is an interval, 2**n units of `near` wide. wide: three times log2 of the expected error of `near` in units.
     """

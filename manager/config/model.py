@@ -39,10 +39,11 @@ def _redis_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         is_whole = bool(parts.path if parts.scheme == "unix" else parts.hostname)
-        if parts.scheme not in REDIS_SCHEMES or parts.password or "password=" in parts.query or not is_whole:
+        options = parse_qs(parts.query)
+        if parts.scheme not in REDIS_SCHEMES or parts.password or "password" in options or not is_whole:
             raise ValueError
         parts.port  # noqa: B018 raises ValueError for a port that is no number
-        if not all(0 < float(seconds) <= 60 for seconds in parse_qs(parts.query).get("socket_timeout", ())):
+        if not all(0 < float(seconds) <= 60 for seconds in options.get("socket_timeout", ())):
             raise ValueError
     except ValueError:
         raise ValueError("not such a URL") from None
@@ -50,6 +51,7 @@ def _redis_url(url: str) -> str:
 
 
 RedisUrl = Annotated[str, AfterValidator(_redis_url)]
+HostName = Annotated[str, Field(pattern=r"^[^\s:/]*[^\s:/.]$")]
 
 
 def _from_json(value: object) -> object:
@@ -239,8 +241,8 @@ class ApiConfig(_Model):
     shorthand = "enabled"
 
     enabled: bool = Field(default=True, description="true or false")
-    hosts: Annotated[tuple[str, ...], BeforeValidator(_names)] = Field(
-        default=(), description="a list of host names, such as [gpu7.example.org]"
+    hosts: Annotated[tuple[HostName, ...], BeforeValidator(_names)] = Field(
+        default=(), description="a list of host names without ports, such as [gpu7.example.org]"
     )
 
 

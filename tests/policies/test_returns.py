@@ -117,6 +117,17 @@ def test_hazards_are_found_that_made_the_data() -> None:
         assert text[piece] == pytest.approx(0.01, rel=0.35)
 
 
+def test_a_request_told_after_the_next_one_began_teaches_nothing() -> None:
+    policy = Returns()
+    for uses, at in ((1, 0.0), (2, 10.0)):
+        policy.used(view("s", at, uses, 10.0 if uses > 1 else None))
+    model = policy.model
+    returned, pauses = model._returned.copy(), model._open["s"].pauses
+    policy.used(view("s", 1.0, 1))
+    assert (model.count, model._open["s"].uses, model._open["s"].pauses) == (2, 2, pauses)
+    assert np.array_equal(model._returned, returned, equal_nan=True)
+
+
 def test_a_session_that_always_pauses_long_is_expected_later() -> None:
     policy, chance, now = quick(), random.Random(2), 0.0
     sessions = {f"s{i}": (chance.uniform(0, 100), 1, None) for i in range(40)}
