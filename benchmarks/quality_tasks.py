@@ -95,7 +95,7 @@ def variables(rng: random.Random, chains: int = 8, length: int = 3) -> Task:
 
 
 def sums(rng: random.Random, chains: int = 8) -> Task:
-    """Per chain, coins of three persons, each with a few more than the last; asked are two sums and operands."""
+    """Again and again, coins of three persons, each with a few more than the last; asked are two sums and operands."""
     facts, questions = [], []
     names = iter(rng.sample([name.title() for name in NAMES], 3 * chains))
     for first, second, third in zip(names, names, names, strict=True):

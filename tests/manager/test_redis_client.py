@@ -36,7 +36,16 @@ def test_urls_that_are_good(url: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["h:6379", "http://h", "redis://", "redis://u:secret@h", "redis://h?password=secret", "redis://h:x", "unix://"],
+    [
+        "h:6379",
+        "http://h",
+        "redis://",
+        "redis://u:secret@h",
+        "redis://h?password=secret",
+        "redis://h?pass%77ord=secret",
+        "redis://h:x",
+        "unix://",
+    ],
 )
 def test_urls_that_are_refused_without_showing_a_password(url: str) -> None:
     with pytest.raises(ConfigError, match=r"^argument: tiers.redis.url must be redis://USER@HOST:PORT/DB") as raised:
