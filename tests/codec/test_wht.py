@@ -115,7 +115,7 @@ def test_numbers_that_are_not_finite_or_too_large_are_refused(value, dtype):
     x = keys(section)
     x[1, 2, 3, 5] = value
     cached = (x.view(np.uint32) >> 16).astype(np.uint16) if dtype is Dtype.BFLOAT16 else x
-    said = rf"vector {(1 * HEADS + 2) * TOKENS + 3} holds a NaN, an infinity or a number of 2\*\*40 and more"
+    said = rf"vector {(1 * HEADS + 2) * TOKENS + 3} holds a NaN, an infinity or a magnitude from 2\*\*40 on"
     with pytest.raises(NonFiniteError, match=said):
         encoded(codec, cached, section, places_from(0))
 
