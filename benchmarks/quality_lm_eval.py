@@ -37,7 +37,7 @@ def evaluate(model: str, tasks: str, data: Path | None, codec: str, limit: int, 
 
     Raises:
         QualityError: lm-eval is not installed, does not know a task, or failed; or `data` is no folder.
-        ServerError: The server did not start, died or stayed busy.
+        ServerError: The server did not start, or stayed busy.
     """
     if missing := [name for name in ("lm_eval", "tenacity") if find_spec(name) is None]:
         raise QualityError(
@@ -76,7 +76,7 @@ def evaluate(model: str, tasks: str, data: Path | None, codec: str, limit: int, 
                 found = simple_evaluate(
                     client, tasks=names, task_manager=known, limit=limit or None, bootstrap_iters=0, log_samples=True
                 )
-            except (OSError, ValueError, ConnectionError) as error:
+            except (OSError, ValueError, AssertionError) as error:
                 raise QualityError(
                     f"--lm-eval {tasks} failed: {next(iter(str(error).splitlines()), type(error).__name__)}"
                 ) from error

@@ -174,7 +174,7 @@ def _draw_capacity(axes: Any, kept: dict[str, int], arguments: dict[str, Any]) -
 
 
 def _color(name: str) -> str:
-    """Return the color of a bar: blue for Manthan, another for each arm on disk, and grey for vLLM. name: see `Row`."""
+    """Return the color of a bar: blue for Manthan, another for each arm on disk, and grey for vLLM. name: row label."""
     arm = name.split()[0].rstrip(",")
     if arm in DISK:
         return COLORS[1 + DISK.index(arm)]

@@ -207,7 +207,7 @@ class Mixture(Returns):
             self._keep_small()
 
     def _keep_small(self) -> None:
-        """Halve the sample when shadows hold too many sessions, and forget sessions absent from all shadows."""
+        """Halve the sample if shadows hold too many sessions. Then, or if `_told` is long, shorten `_told`."""
         most = max(len(shadow.kept) for shadow in self._shadows)
         if most <= 2 * SAMPLE and len(self._told) <= 4 * len(self._shadows) * most + SAMPLE:
             return
