@@ -75,7 +75,7 @@ WRAPPED = {
     "vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled": "`get_cached_block` gets no request.",
     "vllm.v1.core.block_pool.BlockPool.get_cached_block": "Decoded blocks are served to their own session only.",
     "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n": "Saved blocks are overwritten before others.",
-    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": "Blocks behind decoded blocks get a mark.",
+    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": "Marks blocks; answers keep their windows.",
 }
 """Functions of vLLM that Manthan replaces, and the reason for each. Tests check the signatures of vLLM's functions."""
 # Every process of vLLM imports this module. Modules that only some processes need are imported inside functions.
@@ -453,8 +453,9 @@ class Lookups:
     """
 
     def __init__(self, manager: "KVCacheManager", marks: Marks, half: "SchedulerHalf") -> None:
-        self._pool, self._managers = manager.block_pool, manager.coordinator.single_type_managers
-        self._marks, self._half = marks, half
+        self._coordinator, self._pool = manager.coordinator, manager.block_pool
+        self._managers, self._marks, self._half = manager.coordinator.single_type_managers, marks, half
+        self._has_states = any(each.group.is_state for each in half.groups.at_points)
         self._asker: Asker | None = None
         wrap("vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled", manager, self._ask)
         wrap("vllm.v1.core.block_pool.BlockPool.get_cached_block", self._pool, self._serve)
@@ -489,9 +490,25 @@ class Lookups:
             block_ids = [[block.block_id for block in blocks] for blocks in tables]
             self._half.ask(self._half.found, request, block_ids, otherwise=None)
         before = [manager.num_cached_block.get(name, 0) for manager in managers] if marks else []
-        cache_blocks(request, num_computed_tokens)
+        self._enter(cache_blocks, request, num_computed_tokens)
         for manager, first in zip(managers, before, strict=False):
             self._cached(request, manager.req_to_blocks.get(name, ()), first)
+
+    def _enter(self, cache_blocks: Callable[..., None], request: Any, num_computed_tokens: int) -> None:
+        """Enter blocks into the prefix cache: before the prompt's end as vLLM does by default, behind it all blocks.
+
+        Of windows, vLLM by default enters only those at the end of a prompt, or of a prefix that prompts share. The
+        pool reuses the other window blocks at once. Unsaved blocks in the prefix cache are overwritten last.
+        """
+        coordinator = self._coordinator
+        size = coordinator.scheduler_block_size
+        if not self._has_states and (end := (request.num_prompt_tokens - 1) // size * size):
+            coordinator.retention_interval = 0
+            try:
+                cache_blocks(request, min(num_computed_tokens, end))
+            finally:
+                coordinator.retention_interval = None
+        cache_blocks(request, num_computed_tokens)
 
     def _cached(self, request: Any, blocks: "Sequence[KVCacheBlock]", first: int) -> None:
         """Mark newly cached `blocks`, from index `first` on. Uncache lossy copies of the exact blocks among these."""

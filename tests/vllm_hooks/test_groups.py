@@ -13,6 +13,7 @@ import torch
 from conversation import ALL, run
 from lora_adapter import make_adapter
 from nas_model import make_nas_model
+from vllm_engine import Engine
 
 BATCHED = {"falcon-h1": 128, "nemotron-h": 128, "granite": 128}
 """vLLM's CPU build takes Mamba2 in no more at once than fits into a block."""
@@ -27,6 +28,7 @@ def families() -> list[Any]:
 STATES = {"qwen3-next": 3, "qwen3-next-small-blocks": 3, "falcon-h1": 1, "nemotron-h": 2, "granite": 2}
 """Groups of states."""
 WHT = {"name": "wht-5x", "guard": False}
+WITHOUT_TOKENIZER = {"skip_tokenizer_init": True, "block_size": 16, "max_num_batched_tokens": 512}
 LOCAL = 1e4 ** (-1 / 32)
 GLOBAL = {"gemma3": 1e6 ** (-1 / 32), "gemma3n": 1e6 ** (-1 / 32), "gemma4": 1e6 ** (-1 / 64)}
 """The second pair's frequencies in layers with windows, and in those with full attention."""
@@ -49,6 +51,22 @@ def test_a_session_returns_as_if_it_had_stayed_hot(family: str, tmp_path: Path) 
 def test_a_part_of_it_is_resident_already(family: str, tmp_path: Path) -> None:
     """Some blocks of a prompt were found or loaded just before: of Llama 4's, up to the middle of a chunk."""
     returns_as_if_hot(group_models.made(family, tmp_path / "model"), 2048, warm=350)
+
+
+@pytest.mark.slow
+def test_blocks_that_slide_out_of_windows_push_out_no_saved_session(tmp_path: Path) -> None:
+    """The pool has room for two sessions' blocks with full attention, and for one session's with windows."""
+    engine = Engine(130, model=group_models.made("gpt-oss", tmp_path), flags=WITHOUT_TOKENIZER, idle=0.4)
+    rng = random.Random(0)
+    one, other = ([rng.randrange(10, 900) for _ in range(1500)] for _ in range(2))
+    try:
+        engine.run(engine.complete(one, "one", 4))
+        engine.wait_until_cold(1, resident=True)
+        engine.run(engine.complete(other, "other", 4))
+        assert engine.run(engine.complete(one, "one", 4)).cached_tokens >= 1440
+        assert engine.metric("manthan_restored_blocks_total") == 0
+    finally:
+        engine.stop()
 
 
 @pytest.mark.slow
