@@ -76,14 +76,19 @@ def evaluate(model: str, tasks: str, data: Path | None, codec: str, limit: int, 
                 found = simple_evaluate(
                     client, tasks=names, task_manager=known, limit=limit or None, bootstrap_iters=0, log_samples=True
                 )
-            except (OSError, ValueError, AssertionError) as error:
+            except (OSError, ValueError, AssertionError, ImportError) as error:
                 raise QualityError(
                     f"--lm-eval {tasks} failed: {next(iter(str(error).splitlines()), type(error).__name__)}"
                 ) from error
             until_settled(server, STILL_S)
             after = server.metrics()
             moved = {series: after.get(series, 0) - before.get(series, 0) for series in (RESTORED, PROMPTS)}
-            answers = [sample["resps"] for task in names for sample in found["samples"].get(task, [])]
+            answers = [
+                sample["resps"]
+                for samples in found["samples"].values()  # of each subtask, once for each filter of the answers
+                for sample in samples
+                if sample.get("filter") == samples[0].get("filter")
+            ]
             report["passes"][name] = {"results": found["results"], "answers": answers, **moved}
             server.reset_prefix_cache(external=False)
         report["codec"] = codec_used(server.log)
