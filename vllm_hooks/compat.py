@@ -453,9 +453,15 @@ class Lookups:
     """
 
     def __init__(self, manager: "KVCacheManager", marks: Marks, half: "SchedulerHalf") -> None:
+        from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SlidingWindowManager
+
         self._coordinator, self._pool = manager.coordinator, manager.block_pool
         self._managers, self._marks, self._half = manager.coordinator.single_type_managers, marks, half
-        self._has_states = any(each.group.is_state for each in half.groups.at_points)
+        of = {
+            kind: any(isinstance(each, kind) for each in self._managers)
+            for kind in (MambaManager, SlidingWindowManager)
+        }
+        self._thins = of[SlidingWindowManager] and not of[MambaManager]
         self._asker: Asker | None = None
         wrap("vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled", manager, self._ask)
         wrap("vllm.v1.core.block_pool.BlockPool.get_cached_block", self._pool, self._serve)
@@ -502,7 +508,7 @@ class Lookups:
         """
         coordinator = self._coordinator
         size = coordinator.scheduler_block_size
-        if not self._has_states and (end := (request.num_prompt_tokens - 1) // size * size):
+        if self._thins and (end := (request.num_prompt_tokens - 1) // size * size):
             coordinator.retention_interval = 0
             try:
                 cache_blocks(request, min(num_computed_tokens, end))
