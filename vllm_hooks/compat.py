@@ -457,11 +457,11 @@ class Lookups:
 
         self._coordinator, self._pool = manager.coordinator, manager.block_pool
         self._managers, self._marks, self._half = manager.coordinator.single_type_managers, marks, half
-        of = {
-            kind: any(isinstance(each, kind) for each in self._managers)
-            for kind in (MambaManager, SlidingWindowManager)
-        }
-        self._thins = of[SlidingWindowManager] and not of[MambaManager]
+        windows, states = (
+            any(isinstance(each, kind) for each in self._managers) for kind in (SlidingWindowManager, MambaManager)
+        )
+        self._thins = windows and not states
+        """True if only some window blocks of prompts enter the prefix cache; see `_enter`."""
         self._asker: Asker | None = None
         wrap("vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled", manager, self._ask)
         wrap("vllm.v1.core.block_pool.BlockPool.get_cached_block", self._pool, self._serve)

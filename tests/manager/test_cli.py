@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from manthan.manager.cli import app
+from manthan.manager.commands.sessions import _path
 
 
 def test_config_check_prints_every_value_and_its_source(tmp_path: Path) -> None:
@@ -70,3 +71,8 @@ def test_the_shell_completes(words: list[str], offered: list[str]) -> None:
     env = os.environ | typed | {"_MANTHAN_COMPLETE": "complete_bash"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == offered, done.stderr
+
+
+def test_a_tenants_slash_is_no_border_between_tenant_and_session() -> None:
+    assert _path("bob", "acme/eu") == "/sessions/acme%252Feu%2Fbob"
+    assert _path("acme/bob", "") == "/sessions/acme%2Fbob"
