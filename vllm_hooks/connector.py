@@ -28,7 +28,7 @@ from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 from manthan.vllm_hooks.support import check_supported
 from manthan.vllm_hooks.telemetry.metrics import ManthanPromMetrics, ManthanStats
-from manthan.vllm_hooks.worker.half import WorkerHalf
+from manthan.vllm_hooks.worker.half import WorkerHalf, running_half
 
 logger = init_logger("vllm.manthan")
 
@@ -62,6 +62,8 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         """Ids of blocks that could not be loaded, until vLLM asks for them in this step."""
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerHalf(vllm_config, kv_cache_config, self._ask)
+            self._has_worker = vllm_config.parallel_config.distributed_executor_backend == "uni"
+            """True if the only worker is in this process, on this thread, and can be asked between two of its steps."""
         else:
             self.worker = WorkerHalf(vllm_config, kv_cache_config)
 
@@ -146,6 +148,9 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             self._ask(self.scheduler.worker_output, report, otherwise=None)
             if self._is_broken:
                 self._try(self.scheduler.drain, report, otherwise=None)
+        if self._has_worker:
+            loaded = self._try(running_half().engine.take_loaded, otherwise=set())
+            connector_output.finished_recving = (connector_output.finished_recving or set()) | loaded
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._promised.pop(request.request_id, None)
@@ -198,6 +203,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin a step. vLLM calls this before the forward pass, but may call `start_load_kv` after the pass."""
         assert isinstance(connector_metadata, ManthanMetadata)
         super().bind_connector_metadata(self.worker.of_this_rank(connector_metadata))
+        self._try(self.worker.engine.begin_step, otherwise=None)
         for each in (self.worker.guard, self.worker.calibrator):
             if each is not None:
                 self._try(each.begin_step, self._metadata, otherwise=None)

@@ -119,6 +119,7 @@ def test_what_goes_on_at_once_does_not_disturb_what_else_does(tiers: tuple[int, 
             loading[str(step)] = keys, targets, [stored[key] for key in keys]
             loads.append(jobs.load(keys, targets, str(step), group=GROUP))
         rests, dropped = rng.random() < 0.3, [BlocksDropped(GROUP, drops, DropCause.BUDGET)]
+        engine.begin_step()
         engine.submit_loads(ManthanMetadata(None, dropped, loads=loads, tokens=int(not rests)))
         stores = []
         for _ in range(rng.randrange(6)):
@@ -132,6 +133,39 @@ def test_what_goes_on_at_once_does_not_disturb_what_else_does(tiers: tuple[int, 
     assert counts["good"] > 300
     assert sum(tier.arena.used for tier in world.tiers.all) == sum(sizes[key] for key in stored)
     world.check_erased()
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("tiers", [(40, 0), (0, 40)], ids=["device", "host"])
+def test_a_load_does_not_wait_for_the_step_in_which_it_begins(tiers: tuple[int, int]) -> None:
+    """It waits for what the model was given before; the model's later work waits for it."""
+    world = World(*tiers)
+    engine, key, model = world.engine, b"k" * 32, torch.cuda.current_stream()
+    engine.submit_stores(ManthanMetadata(stores=[jobs.store([key], [0], 0, 0, group=GROUP)]))
+    world.wait(lambda: engine.take_ended() is not None and engine.take_report() is not None)
+    target, seconds = SOURCES + 1, 2_000_000_000
+    for is_earlier in (False, True):
+        world.numbers(target)
+        for cache in world.codec.layout.caches:
+            cache[target] = 0
+        torch.cuda.synchronize()
+        if is_earlier:
+            torch.cuda._sleep(seconds)
+        engine.begin_step()
+        if not is_earlier:
+            torch.cuda._sleep(seconds)  # the step's forward pass
+        engine.submit_loads(ManthanMetadata(loads=[jobs.load([key], [target], "request", group=GROUP)]))
+        [loading] = engine._loadings
+        world.wait(lambda: engine.take_loaded() == {"request"})
+        assert not model.query()
+        if not is_earlier:
+            world.wait(loading.chunks[-1].done.query)
+            assert not model.query()
+        else:
+            assert not loading.chunks[-1].done.query()
+        read = world.numbers(target)
+        assert torch.equal(read, world.right[0, 0])
+        world.wait(lambda: engine.take_ended() is not None and engine.take_report() is not None)
     engine.shutdown()
 
 

@@ -24,7 +24,7 @@ SCHEDULER = (
 )
 WORKER = (
     *("begin_step", "submit_loads", "submit_stores", "take_ended"),
-    "take_report",
+    *("take_report", "take_loaded"),
 )
 OTHERS = ("loaded_into",)
 """Of the scheduler half, which goes on after an exception in them."""

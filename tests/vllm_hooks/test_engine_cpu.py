@@ -136,6 +136,9 @@ def test_blocks_go_and_come_back(start: Callable[..., Worker], exact: int) -> No
     assert (loaded.failed, loaded.nbytes.tolist()) == ({}, sizes)
     assert worker.engine.take_ended() == ({"request"}, set(), set())
     assert worker.engine.take_ended() == (set(), set(), set())
+    worker.load()
+    assert worker.engine.take_loaded() == {"request"}
+    assert worker.engine.take_ended() == (set(), set(), set())
     for n in range(4):
         kept, both = min(max(exact - 32 * n, 0), 32), [worker.blocks._memory.gather(at) for at in (n, 4 + n)]
         same = [(a == b).all(axis=(0, 1, 3)) for a, b in zip(*both, strict=True)]
@@ -201,6 +204,7 @@ def test_whatever_a_store_does_there_is_an_answer(start: Callable[..., Worker], 
     worker.engine.store = Broken(error)
     assert worker.store_all().failed == dict.fromkeys(range(4), cause)
     assert worker.load().failed == {0: cause}
+    assert worker.engine.take_loaded() == set()
     assert worker.engine.take_ended() == ({"request"}, set(), set(TARGETS))
 
 

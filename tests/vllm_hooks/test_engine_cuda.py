@@ -5,6 +5,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -82,6 +83,8 @@ class World:
 
     def submit(self, keys: list[bytes], block_ids: list[int], request_id: str | None = "request") -> None:
         job = jobs.load(keys, block_ids, request_id, group=GROUP)
+        with suppress(RuntimeError):  # as the connector does if the GPU is broken
+            self.engine.begin_step()
         self.engine.submit_loads(ManthanMetadata(loads=[job]))
 
     def load(self, keys: list[bytes], block_ids: list[int], request_id: str | None = "request") -> TransferResult:
@@ -326,6 +329,31 @@ def test_a_load_on_a_gpu_that_breaks_is_answered_once(
     assert bad == ({40, 41} if request_id is not None and reached != 2 else set())
 
 
+def test_a_load_waits_for_what_the_model_was_given_in_earlier_steps_alone(make: Callable[..., World]) -> None:
+    world, model = make(), torch.cuda.current_stream()
+    world.store(order(0))
+    model.clock[model] = 7
+    world.engine.begin_step()
+    model.clock[model] = 8  # the step's forward pass
+    world.engine.submit_loads(ManthanMetadata(loads=[jobs.load([key(0)], [40], "request", group=GROUP)]))
+    world.reports()
+    assert [staging.stream.clock.get(model) for staging in world.engine._restores[:1]] == [7]
+
+
+def test_vllm_may_hear_of_good_loads_between_two_steps(make: Callable[..., World]) -> None:
+    """Of each once; and of all in a step if one has failed, because of its bad blocks."""
+    world = make()
+    world.store(order(0))
+    world.submit([key(0)], [40], "good")
+    assert world.engine.take_loaded() == {"good"}
+    assert world.engine.take_loaded() == set()
+    assert world.engine.take_ended() == (set(), set(), set())
+    world.submit([key(0)], [41], "another")
+    world.submit([key(9)], [42], "bad")
+    assert world.engine.take_loaded() == set()
+    assert world.engine.take_ended() == ({"another", "bad"}, set(), {42})
+
+
 @pytest.mark.parametrize("what", ["batch", "encode"])
 def test_stores_that_raise_are_answered_once_and_take_no_room(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, what: str
@@ -520,6 +548,20 @@ def test_a_rank_that_keeps_nothing_reads_what_another_rank_keeps(
     assert load() == dict.fromkeys(range(12), "store_down")
     for world in (keeper, reader):
         world.engine.shutdown()
+
+
+def test_what_is_still_read_when_the_cache_goes_is_not_loaded(second: Callable[..., World]) -> None:
+    world = second(40)
+    world.store(order(0, blocks=2))
+    world.tiers.clear()
+    world.engine.store.goes_on.clear()
+    world.submit([key(0), key(1)], [40, 41])
+    before = world.numbers(40)
+    world.engine.wait()
+    world.engine.store.goes_on.set()
+    [result] = world.reports().results
+    assert (result.failed, world.told) == ({0: "reset"}, ({"request"}, {40, 41}))
+    assert np.array_equal(world.numbers(40), before)
 
 
 def test_after_a_reset_nothing_of_before_is_found(second: Callable[..., World]) -> None:

@@ -88,6 +88,9 @@ class Engine:
         self._report = ManthanWorkerMetadata()
         self._ended = Ended(set(), set(), set())
 
+    def begin_step(self) -> None:
+        """Note that vLLM has queued all work of earlier steps on the GPU, and none of this step's forward pass."""
+
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         """Obey a step's orders as `_prepare` says, then begin the step's loads."""
         self._begun.clear()
@@ -139,6 +142,23 @@ class Engine:
         with self._lock:
             taken, self._ended = self._ended, Ended(set(), set(), set())
             return taken
+
+    def take_loaded(self) -> set[str]:
+        """Return the ids of requests whose load has ended since the last `take_ended`; none if one of them has failed.
+
+        `take_ended` then does not return these. Failed loads are left to it, because vLLM hears of bad blocks only from
+        a worker's step.
+        """
+        self._poll()
+        with self._lock:
+            if self._ended.failed or self._ended.bad_blocks:
+                return set()
+            taken = set(self._ended.requests)
+            self._ended.requests.clear()
+            return taken
+
+    def _poll(self) -> None:
+        """Look which loads have ended."""
 
     def take_report(self) -> ManthanWorkerMetadata | None:
         """Return results and ids of gathered stores since the last call, for the scheduler half; None without any."""

@@ -1,10 +1,11 @@
 """Engine on the GPU's cores, on side streams; compressed blocks, not bf16, cross PCIe.
 
-The model's thread never waits. Work is queued on side streams behind the work already queued on the model's stream.
-Each chunk of work ends in an event, and the events are polled once a step. Blocks in GPU memory (the tier "device") are
-read and written in place, if in one extent. All other blocks pass through a staging buffer on the device. Room in the
-tiers is given and taken in the order in which the streams use the room. Where room changes hands between streams, the
-second stream waits for the first. Freed bytes are erased on a separate stream, before anything is written there.
+The model's thread never waits. Work is queued on side streams: a store's behind all the model's work so far, a load's
+behind that of earlier steps, so that a load and the step in which it begins go on together. Each chunk of work ends in
+an event, and the events are polled once a step. Blocks in GPU memory (the tier "device") are read and written in place,
+if in one extent. All other blocks pass through a staging buffer on the device. Room in the tiers is given and taken in
+the order in which the streams use the room. Where room changes hands between streams, the second stream waits for the
+first. Freed bytes are erased on a separate stream, before anything is written there.
 
 GPU memory and pinned RAM (the tier "host") are primary tiers. A disk or Redis is a secondary tier. Separate threads
 copy bytes between pinned RAM and the secondary tier. A load finds the copied blocks in pinned RAM.
@@ -128,15 +129,16 @@ class Decoding(NamedTuple):
 
 @dataclass(eq=False)
 class Loading:
-    """Load in progress. begun: number of blocks whose check and decoding are queued.
+    """Load in progress. earlier: event after which nothing else uses the pool's blocks that the load fills.
 
-    decoded: number of chunks known to be decoded. answered: True once vLLM has been told, so that the model's stream
-    waits for the decoding; never for prefetches. broken: True if the GPU or Manthan has failed. No block is then good.
-    lost: True if a block is in no primary tier.
+    begun: number of blocks whose check and decoding are queued. decoded: number of chunks known to be decoded.
+    answered: True once vLLM has been told, so that the model's stream waits for the decoding; never for prefetches.
+    broken: True if the GPU or Manthan has failed. No block is then good. lost: True if a block is in no primary tier.
     """
 
     job: Transfer
     reading: Reading
+    earlier: torch.cuda.Event
     chunks: list[Chunk] = field(default_factory=list)
     begun: int = 0
     decoded: int = 0
@@ -193,6 +195,8 @@ class CudaEngine(Engine):
         if secondary is not None:
             assert tiers.host is not None
             self._primary = Primary(tiers.host, self._codecs.look_into, self._lock, self._erase, keeps)
+        self._earlier = self._model()
+        """Event behind the model's work of earlier steps. No later work uses blocks that a load of this step fills."""
         self._age = self._writing = 0
         """Number of resets; number of encodings being copied to the secondary tier."""
         self._demoted: torch.cuda.Event | None = None
@@ -203,6 +207,9 @@ class CudaEngine(Engine):
         threads = int(secondary is not None)
         self._writers = JobThreads(threads, "manthan-write")
         self._readers = [JobThreads(threads, f"manthan-{name}") for name in ("restore", "prefetch")]
+
+    def begin_step(self) -> None:
+        self._earlier = self._model()
 
     def _prepare(self, metadata: ManthanMetadata) -> None:
         for slab in self.tiers.all:
@@ -257,9 +264,7 @@ class CudaEngine(Engine):
             self._begin_more(loading)
             self._unpin_decoded(loading)
         self._pause()
-        for loading in self._loadings:
-            if not loading.answered and loading.job.request_id is not None and self._is_reached(loading, "checked"):
-                self._answer_load(loading)
+        self._poll()
         left = []
         for loading in self._loadings:  # ended only after decoding, so that requests read a prefetch's final blocks
             is_told = loading.answered or loading.job.request_id is None
@@ -270,8 +275,16 @@ class CudaEngine(Engine):
         self._loadings = left
         return super().take_ended()
 
+    def _poll(self) -> None:
+        for loading in self._loadings:
+            if not loading.answered and loading.job.request_id is not None and self._is_reached(loading, "checked"):
+                self._answer_load(loading)
+
     def wait(self) -> None:
         self._give_up(RESET)
+        for loading in self._loadings:
+            if loading.begun < len(loading.job):
+                self._lose(loading, RESET)
         for stream in (self._eraser, *(staging.stream for staging in self._stagings)):
             stream.synchronize()
 
@@ -537,7 +550,7 @@ class CudaEngine(Engine):
         reading, near = Reading(job, job.group, len(job), is_read=True), list[bool]()
         if self._primary is not None:
             reading, near = self._primary.begin(job)
-        loading = Loading(job, reading)
+        loading = Loading(job, reading, self._earlier)
         self._loadings.append(loading)  # from here on `take_ended` answers the load
         if reading.is_read:
             self._begin_more(loading)
@@ -559,7 +572,7 @@ class CudaEngine(Engine):
         Chunks of a request's load use two streams by turns, chunks of a prefetch the stream of prefetches. Blocks read
         in place are all checked before any is decoded, so that vLLM is told sooner.
         """
-        model, later, job = self._model(), list[Decoding](), loading.job
+        later, job = list[Decoding](), loading.job
         stagings = [self._prefetches] if job.request_id is None else self._restores
         block_ids = job.block_ids.astype(np.int64)
         for codec, run in self._runs(loading.reading, start, end, stagings[0]):
@@ -583,14 +596,18 @@ class CudaEngine(Engine):
             if run.in_place:
                 later.append(decoding)
             else:  # the next chunk but one needs the same staging buffer
-                self._decode(decoding, model)
+                self._decode(decoding, loading.earlier)
         for one in later:
-            self._decode(one, model)
+            self._decode(one, loading.earlier)
         if loading.begun < end:
-            with self._lock:
-                loading.reading.failed.setdefault(loading.begun, MISSING)
-            loading.lost = True
-            self._stop([loading])
+            self._lose(loading, MISSING)
+
+    def _lose(self, loading: Loading, cause: str) -> None:
+        """Load no more of a load's blocks."""
+        with self._lock:
+            loading.reading.failed.setdefault(loading.begun, cause)
+        loading.lost = True
+        self._stop([loading])
 
     def _runs(self, reading: Reading, start: int, end: int, staging: Staging) -> Iterator[tuple[PagedCodec, Run]]:
         """Yield a load's blocks up to the first absent block, in runs of one codec, one tier and one exact count."""
@@ -606,10 +623,10 @@ class CudaEngine(Engine):
                 yield codec, run.part(first, first + step)
             start += count
 
-    def _decode(self, decoding: Decoding, model: torch.cuda.Event) -> None:
-        """Decode a chunk's good blocks, once the model has finished with the target blocks."""
+    def _decode(self, decoding: Decoding, earlier: torch.cuda.Event) -> None:
+        """Decode a chunk's good blocks after event `earlier`."""
         codec, stream, chunk, batch, codes = decoding
-        stream.wait_event(model)
+        stream.wait_event(earlier)
         with torch.cuda.stream(stream):
             codec.decode(batch, codes)
             chunk.done = stream.record_event()
