@@ -13,10 +13,10 @@ from manthan.benchmarks.load_talk import Asked, Talk
 from manthan.benchmarks.restore import KEPT_SHARE
 
 WENT_COLD = re.compile(
-    r" (\d+\.\d{3}) \[.*\] Manthan: session (\S+) went cold after .* idle: \d+ blocks \((\d+) tokens\).* in (\d+) ms"
+    r" (\d+\.\d{3}) \[.*\] Manthan: session (.+?) went cold after .* idle: \d+ blocks \((\d+) tokens\).* in (\d+) ms"
 )
 RESTORED = re.compile(
-    r" (\d+\.\d{3}) \[.*\] Manthan: session (\S+) restored (\d+) of \d+ blocks \((\d+) tokens\).* in (\d+) ms"
+    r" (\d+\.\d{3}) \[.*\] Manthan: session (.+?) restored (\d+) of \d+ blocks \((\d+) tokens\).* in (\d+) ms"
 )
 
 FIRST, HOT, RESTORED_WHOLE, FETCHED = "first turn", "hot", "restored", "cached"

@@ -90,10 +90,6 @@ class Text:
             found.append(Piece(tokens[:prefix], tokens[prefix:], []))
         return found
 
-    def begin(self, length: int) -> list[int]:
-        """Return the first `length` tokens of the text, or all if there are fewer."""
-        return self._begin + self._tokens[: length - len(self._begin)].tolist()
-
     def task(self, name: str, context: int, block_size: int, seed: int) -> Piece | None:
         """Return a piece with at most `context` tokens: the task's facts in a prefix of filler text, and the questions.
 

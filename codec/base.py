@@ -42,8 +42,7 @@ class SectionKind(IntEnum):
     KEYS = 1
     VALUES = 2
     BOTH = 3  # keys, and then values
-    STATE = 4  # never written: recurrent states are RAW
-    RAW = 5  # opaque bytes of the KV cache: a whole block, or `BlockShape.beside`
+    RAW = 5  # recurrent states, or opaque bytes of the KV cache: a whole block, or `BlockShape.beside`
     LATENT = 6  # latents of MLA, cut into pieces that stand for heads; encoded like keys without RoPE
 
 

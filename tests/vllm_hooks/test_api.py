@@ -164,6 +164,7 @@ def test_where_values_are_from(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"Origin": "http://localhost"}, False),
         ({"Origin": "https://evil.example"}, True),
         ({"Origin": "null"}, True),
+        ({"Origin": "http://[half"}, True),
         ({"Origin": "http://localhost:81"}, True),
         ({"Origin": "https://behind-a-proxy.example", "Sec-Fetch-Site": "same-origin"}, False),
         ({"Origin": "http://localhost", "Sec-Fetch-Site": "cross-site"}, True),

@@ -203,7 +203,7 @@ class Gate:
         localhost.
         """
         origin, site = headers.get("origin", ""), headers.get("sec-fetch-site")
-        is_own = site in ("same-origin", "none") if site else urlsplit(origin).netloc == headers.get("host")
+        is_own = site in ("same-origin", "none") if site else origin.partition("://")[2] == headers.get("host")
         if origin and not is_own and origin not in self._origins:
             right = "set an --api-key, or name it in --allowed-origins"
             raise ApiError(403, f"Pages of {reprlib.repr(origin)} may not steer sessions: {right}.", "Origin")
