@@ -6,7 +6,7 @@ between two requests, divided by --faster. Beyond a number of agents, called the
 memory. Whole prompts are then computed again, and waits for the first token get long.
 
     manthan bench agents TRACE [--agents 16,32,48] [--arms plain,offload,host] [--codecs wht-5x] [--out FOLDER]
-    manthan bench agents made-up
+    manthan bench agents made-up --model qwen3-8b
     manthan bench agents --plot-only FOLDER/agents.json OTHER/agents.json
 
 See docs/agents.md.
@@ -20,8 +20,7 @@ from typing import Annotated
 
 import typer
 
-from manthan.benchmarks.load import BlockTokens, ModelFolder, ModelProfile, ModelShape, read_manthan, read_size
-from manthan.benchmarks.shapes import DEFAULT as DEFAULT_SHAPE
+from manthan.benchmarks.load import BlockTokens, ModelOption, ModelProfile, read_manthan, read_size
 from manthan.codec import DEFAULT
 
 
@@ -55,8 +54,7 @@ def agents(
     memory: Annotated[str, typer.Option(help="Bytes outside the pool, such as 24GiB; default: as the pool.")] = "",
     idle_after: Annotated[float, typer.Option(min=0, help="Manthan's idle.after_s.")] = 2,
     manthan: Annotated[str, typer.Option(help="Further configuration of Manthan, as YAML.")] = "",
-    model: ModelFolder = None,
-    shape: ModelShape = DEFAULT_SHAPE,
+    model: ModelOption = None,
     profile: ModelProfile = None,
     block_size: BlockTokens = 0,
     flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`, in one string.")] = "",

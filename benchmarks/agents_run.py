@@ -26,9 +26,9 @@ from manthan.benchmarks.load_chats import Chat
 from manthan.benchmarks.load_run import choose_arms, forget, serving
 from manthan.benchmarks.load_talk import Talker
 from manthan.benchmarks.restore import SPARE_POSITIONS
-from manthan.benchmarks.restore import made_up as made_up_model
 from manthan.benchmarks.served import Served
 from manthan.benchmarks.settle import until_settled
+from manthan.benchmarks.shapes import DEFAULT, model_folder
 
 
 class Sizes(NamedTuple):
@@ -71,6 +71,7 @@ def run(options: Namespace, arguments: dict[str, Any]) -> None:
     leave_on_signals()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        options.model = model_folder(options.model, Path(folder))
         report = run_arms(options, Path(folder), stack, arguments, console)
     path = options.out / "agents.json"
     console.print(f"  {path}", soft_wrap=True)
@@ -85,8 +86,7 @@ def run_arms(
     sizes = GPU if on_gpu else CPU
     counts = read_counts(options.agents or sizes.agents)
     options.arms = options.arms or ",".join(arm for arm in (GPU_ARMS if on_gpu else CPU_ARMS) if arm != WIDE)
-    model = options.model or (made_up_model(folder / f"{options.shape}-shape", options.shape, 0) if on_gpu else None)
-    served = Served.choose(model, options.block_size, folder, on_gpu)
+    served = Served.choose(options.model, options.block_size, folder / f"{DEFAULT}-shape", on_gpu)
     trace, longest = read_agents(options.trace), served.shape.positions - SPARE_POSITIONS
     shrink, faster = options.shrink or sizes.shrink, options.faster or sizes.faster
     scale = Scale(shrink, faster, longest - SPARE_POSITIONS, served.shape.vocabulary)

@@ -31,8 +31,13 @@ from manthan.codec import DEFAULT
 from manthan.manager.config import resolve
 from manthan.manager.config.resolve import ConfigError, resolve_config
 
-ModelFolder = Annotated[Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")]
-ModelShape = Annotated[str, typer.Option(help=f"Made-up model on a GPU without --model: {', '.join(PUBLIC)}.")]
+ModelOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="A model's folder, where missing weights are made up, or the name of a shape: "
+        f"{', '.join(PUBLIC)}; default: the tests' model, on a GPU {DEFAULT_SHAPE}."
+    ),
+]
 ModelProfile = Annotated[Path | None, typer.Option(help="Statistics of KV (profile) for klt codecs, or `made-up`.")]
 BlockTokens = Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32, on a GPU 16.")]
 
@@ -76,8 +81,7 @@ def load(
     manthan: Annotated[
         str, typer.Option(help="Further configuration of Manthan, as YAML: '{tiers: {pinned_share: 0.5}}'.")
     ] = "",
-    model: ModelFolder = None,
-    shape: ModelShape = DEFAULT_SHAPE,
+    model: ModelOption = None,
     profile: ModelProfile = None,
     block_size: BlockTokens = 0,
     fairness: Annotated[

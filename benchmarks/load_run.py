@@ -49,10 +49,10 @@ from manthan.benchmarks.local_redis import redis_for_arms
 from manthan.benchmarks.ports import hold_port, port_of
 from manthan.benchmarks.progress import Bar
 from manthan.benchmarks.restore import SPARE_POSITIONS
-from manthan.benchmarks.restore import made_up as made_up_model
 from manthan.benchmarks.served import SAFE_VOCABULARY, Served
 from manthan.benchmarks.server import VllmServer, codec_used
 from manthan.benchmarks.settle import until_settled
+from manthan.benchmarks.shapes import DEFAULT, model_folder
 
 CACHES = ("VLLM_CACHE_ROOT", "NUMBA_CACHE_DIR", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR")
 """Environment variables that name folders of compiled kernels."""
@@ -309,6 +309,7 @@ def run(options: Namespace, plot_only: Sequence[Path], arguments: dict[str, Any]
     leave_on_signals()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        options.model = model_folder(options.model, Path(folder))
         if options.base_url:
             report = run_one(options, arguments, console)
         else:
@@ -335,8 +336,7 @@ def run_arms(
     options: Namespace, folder: Path, stack: ExitStack, arguments: dict[str, Any], console: Console
 ) -> dict[str, Any]:
     on_gpu = bool(machine()["gpu"])
-    model = options.model or (made_up_model(folder / f"{options.shape}-shape", options.shape, 0) if on_gpu else None)
-    served = Served.choose(model, options.block_size, folder, on_gpu)
+    served = Served.choose(options.model, options.block_size, folder / f"{DEFAULT}-shape", on_gpu)
     load = load_of(options, served, served.shape.vocabulary, served.shape.positions, on_gpu)
     if options.fairness:
         load = in_parts(options, served, load)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import typer
+
 SPARE_BLOCKS = 8
 """Pool blocks for a KV cache group of recurrent states. A request uses two; the rest keeps states of ended requests."""
 
@@ -218,6 +220,20 @@ def write_model(folder: Path, name: str = DEFAULT, layers: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(PUBLIC[name].cut(layers), indent=2))
     return folder
+
+
+def model_folder(model: Path | None, made_up_in: Path) -> Path | None:
+    """Return the folder of an option --model. Write one below `made_up_in` for the name of a public shape.
+
+    Raises BadParameter if `model` is neither a model's folder nor a name.
+    """
+    if model is None or (model / "config.json").exists():
+        return model
+    if str(model) not in PUBLIC:
+        raise typer.BadParameter(
+            f"--model {model} has no config.json: name the folder of a model, or a shape: {', '.join(PUBLIC)}"
+        )
+    return write_model(made_up_in / f"{model}-shape", str(model))
 
 
 @dataclass(frozen=True)

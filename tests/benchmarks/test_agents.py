@@ -19,6 +19,7 @@ from manthan.benchmarks.agents_trace import Scale, agents_of, made_up_trace, rea
 from manthan.benchmarks.load_chats import Chat
 from manthan.benchmarks.restore import SPARE_POSITIONS
 from manthan.benchmarks.served import Served
+from manthan.benchmarks.shapes import PUBLIC
 from manthan.codec import DEFAULT
 from manthan.manager.session.blocks import LEVELS
 
@@ -113,6 +114,16 @@ def test_vllm_s_client_reads_the_same_trace(tmp_path: Path) -> None:
         assert alike(ours[n - 1], ours[n]) // 512 == alike(theirs[n - 1].prompt, theirs[n].prompt) // 512
 
 
+def test_a_model_may_be_the_name_of_a_public_shape(tmp_path: Path) -> None:
+    """Its vocabulary and its longest context are those of the shape."""
+    size = ("--model", "gpt-oss-20b", "--agents", 2, "--seconds", 600, "--shrink", 1, "--faster", 10)
+    assert run("agents", "made-up", *size, "--weka", tmp_path / "weka", "--out", tmp_path).exit_code == 0
+    theirs = [json.loads(path.read_text()) for path in (tmp_path / "weka").iterdir()]
+    assert {Path(each["models"][0]).name for each in theirs} == {"gpt-oss-20b-shape"}
+    longest = max(one["in"] + one["out"] for each in theirs for one in each["requests"])
+    assert 8192 < longest < PUBLIC["gpt-oss-20b"].config["max_position_embeddings"]
+
+
 def test_aiperf_is_given_what_the_agents_ask(tmp_path: Path) -> None:
     """A request has as many tokens, the same pause after the answer before, and the same blocks."""
     size = ("--agents", 3, "--seconds", 600, "--shrink", 64, "--faster", 10)
@@ -179,6 +190,10 @@ def test_returns_that_found_all_and_the_levels_of_restored_blocks_are_counted() 
         (("made-up", "--agents", "4,x"), "--agents must be whole numbers"),
         (("made-up", "--agents", 500), "--agents 500 is too many"),
         (("made-up", "--pool", "1MiB"), "--pool must have room for a prompt"),
+        (
+            ("made-up", "--model", "qwen"),
+            "--model qwen has no config.json: name the folder of a model, or a shape: qwen3-8b, ",
+        ),
         (("nowhere.jsonl",), "cannot be read"),
         (("made-up", "other.json"), "only --plot-only takes several files"),
     ],
