@@ -23,6 +23,8 @@ from manthan.manager.session.blocks import LEVELS
 QUANTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 STEEP = 5
 """Goal: twice the cliff's number of agents has at most this many times the cliff's median time to first token."""
+UNFAIR = 3
+"""Goal at the cliff: the slowest agent's mean wait is at most this many times the median agent's."""
 GIB = 1 << 30
 
 
@@ -41,6 +43,7 @@ class Point:
         unfair: the slowest agent's mean time to the first token, divided by the median of all agents' means.
         alive_nbytes: bf16 bytes of all agents' last prompts together, the mean of the repeats.
         errors: number of unanswered requests, of all requests and not of returns only.
+        stopped_s: seconds that the measurement lasted, if it was stopped before its end; else None.
     """
 
     arm: str
@@ -55,14 +58,20 @@ class Point:
     unfair: float
     alive_nbytes: float
     errors: int
+    stopped_s: float | None = None
 
 
 def points_of(report: dict[str, Any]) -> list[Point]:
-    """Return a point for each arm and number of agents with returns, the fewest agents first. Repeats are joined."""
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    """Return a point for each arm and number of agents with returns, the fewest agents first.
+
+    Repeats are joined. A measurement that was stopped is a point of its own, if all agents had begun by then.
+    """
+    found: dict[tuple[str, int, float | None], list[dict[str, Any]]] = {}
     for run in report["runs"]:
         for agents, point in run["points"].items():
-            found.setdefault((run["arm"], int(agents)), []).append(point)
+            stopped_s = point.get("stopped_s")
+            if stopped_s is None or stopped_s > point["ramp_s"]:
+                found.setdefault((run["arm"], int(agents), stopped_s), []).append(point)
     made = [_point(report, *name, repeats) for name, repeats in found.items()]
     return sorted((point for point in made if point), key=lambda point: point.agents)
 
@@ -79,7 +88,9 @@ def divergence(counters: Sequence[dict[str, float]]) -> float:
     return nats / sum(counts) if any(counts) else math.nan
 
 
-def _point(report: dict[str, Any], arm: str, agents: int, points: Sequence[dict[str, Any]]) -> Point | None:
+def _point(
+    report: dict[str, Any], arm: str, agents: int, stopped_s: float | None, points: Sequence[dict[str, Any]]
+) -> Point | None:
     repeats: list[list[dict[str, Any]]] = [point["requests"] for point in points]
     returns = [
         [one for one in point["requests"] if one["turn"] > 1 and not one["error"] and one["sent_s"] >= point["ramp_s"]]
@@ -114,20 +125,29 @@ def _point(report: dict[str, Any], arm: str, agents: int, points: Sequence[dict[
         max(means) / statistics.median(means),
         sum(last.values()) / len(repeats) * report["token_nbytes"],
         sum(bool(one["error"]) for asked in repeats for one in asked),
+        stopped_s,
     )
 
 
 def cliffs(points: Sequence[Point], bound_s: float) -> dict[str, int]:
-    """Return, by arm, the most agents up to which every measured p90 is within the bound; 0 if the first is above."""
+    """Return, by arm, the most agents up to which every measured p90 is within the bound; 0 if the first is above.
+
+    Measurements that were stopped do not count.
+    """
     found: dict[str, int] = {}
     over = set[str]()
-    for point in points:
+    for point in finished(points):
         found.setdefault(point.arm, 0)
         if point.first_s["p90"] > bound_s:
             over.add(point.arm)
         elif point.arm not in over:
             found[point.arm] = point.agents
     return found
+
+
+def finished(points: Sequence[Point]) -> list[Point]:
+    """Return the points whose measurement was not stopped."""
+    return [point for point in points if point.stopped_s is None]
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
@@ -143,13 +163,14 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
     """Print the table and the cliffs, and draw the plot."""
     console.print(where(report), soft_wrap=True)
     points = points_of(report)
-    if not points:
+    if points:
+        console.print(make_table(report, points))
+    else:
         console.print("  No request continued a session after all agents had begun: raise --seconds.")
-        return
-    console.print(make_table(report, points))
-    for line in said(report, points):
+    for line in said(report, points) + stopped(report):
         console.print(f"  {line}", soft_wrap=True)
-    save_plot(lambda _: draw(report, points), report, plot, console)
+    if measured := finished(points):
+        save_plot(lambda _: draw(report, measured), report, plot, console)
 
 
 def make_table(report: dict[str, Any], points: Sequence[Point]) -> Table:
@@ -163,7 +184,7 @@ def make_table(report: dict[str, Any], points: Sequence[Point]) -> Table:
         table.add_column(header, justify="right", no_wrap=True)
     for point in points:
         table.add_row(
-            str(point.agents),
+            f"{point.agents}{'' if point.stopped_s is None else '*'}",
             point.arm,
             *(_with_spread(point, name) for name in QUANTILES),
             f"{point.found:.1%}",
@@ -186,21 +207,36 @@ def _with_spread(point: Point, name: str) -> str:
 
 
 def said(report: dict[str, Any], points: Sequence[Point]) -> list[str]:
-    """Return lines: each arm's cliff, with the median at twice as many agents if measured; then divergences."""
+    """Return lines: each arm's cliff, with fairness there and the median at twice as many agents; then divergences."""
     lines = []
     for arm, cliff in cliffs(points, report["bound_s"]).items():
-        most = max(point.agents for point in points if point.arm == arm)
+        own = {point.agents: point for point in finished(points) if point.arm == arm}
         line = f"{arm}: p90 within {report['bound_s']:g} s up to {cliff} agents"
-        line += " (the most measured)" if cliff == most else ""
-        medians = {point.agents: point.first_s["p50"] for point in points if point.arm == arm}
-        if cliff and 2 * cliff in medians:
-            times = medians[2 * cliff] / medians[cliff]
+        line += " (the most measured)" if cliff == max(own) else ""
+        if cliff:
+            bound = "at most" if own[cliff].unfair <= UNFAIR else "more than"
+            line += (
+                f"; the slowest agent's mean wait is {own[cliff].unfair:.2f} times the median agent's, {bound} {UNFAIR}"
+            )
+        if cliff and 2 * cliff in own:
+            times = own[2 * cliff].first_s["p50"] / own[cliff].first_s["p50"]
             line += f"; with {2 * cliff}, p50 is {times:.1f} times as long (wanted: at most {STEEP})"
         lines.append(line)
     return lines + [
         f"{point.arm}, {point.agents} agents: restored blocks diverge by {point.divergence:.4f} nats on average"
         for point in points
         if not math.isnan(point.divergence)
+    ]
+
+
+def stopped(report: dict[str, Any]) -> list[str]:
+    """Return a line for each measurement that was stopped before its end."""
+    return [
+        f"* {run['arm']}, {agents} agents: stopped after {point['stopped_s']:.1f} of {point['seconds']:g} s, "
+        f"{'not counted in a cliff' if point['stopped_s'] > point['ramp_s'] else 'before all agents had begun: no row'}"
+        for run in report["runs"]
+        for agents, point in run["points"].items()
+        if point.get("stopped_s") is not None
     ]
 
 

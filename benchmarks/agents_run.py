@@ -19,12 +19,12 @@ from rich.console import Console
 
 from manthan.benchmarks import agents_report
 from manthan.benchmarks.agents_trace import Scale, agents_of, as_weka, read_agents, sessions_of
-from manthan.benchmarks.arms import leave_on_signals, machine, make_console, run_jobs
+from manthan.benchmarks.arms import leave_on_signals, machine, make_console, new_report, run_jobs, write_report
 from manthan.benchmarks.capacity_arms import CapacityArm, Memory
 from manthan.benchmarks.load_arms import CPU_ARMS, GPU_ARMS, ORDERED, WIDE
 from manthan.benchmarks.load_chats import Chat
 from manthan.benchmarks.load_run import choose_arms, forget, serving
-from manthan.benchmarks.load_talk import Talker
+from manthan.benchmarks.load_talk import StoppedError, Talk, Talker
 from manthan.benchmarks.restore import SPARE_POSITIONS
 from manthan.benchmarks.served import Served
 from manthan.benchmarks.settle import until_settled
@@ -109,8 +109,9 @@ def run_arms(
     left_out = {name: arm for name, arm in arms.items() if isinstance(arm, str)}
     for reason in left_out.values():
         console.print(f"  {reason}", soft_wrap=True)
+    unfinished: list[dict[str, Any]] = []
     jobs = {
-        name: partial(run_arm, options, served, plan, longest, arm)
+        name: partial(run_arm, options, served, plan, longest, arm, unfinished)
         for name, arm in arms.items()
         if isinstance(arm, CapacityArm)
     }
@@ -130,7 +131,17 @@ def run_arms(
         f"pool of {sizes_said[0]}, {sizes_said[1]} outside",
         soft_wrap=True,
     )
-    return run_jobs("agents", jobs, about, arguments, options.out, console)
+    try:
+        report = run_jobs("agents", jobs, about, arguments, options.out, console)
+    except (KeyboardInterrupt, SystemExit):
+        if not unfinished:
+            raise
+        [arm] = [run["arm"] for run in unfinished]
+        console.print(f"  Stopped during {arm}: what was measured before follows.", markup=False, soft_wrap=True)
+        report = new_report("agents", arguments, [], {}, {arm: "stopped"}) | about | {"runs": []}
+    report["runs"] += unfinished
+    write_report(report, options.out)
+    return report
 
 
 def write_weka(folder: Path, agents: Sequence[Chat], model: str) -> None:
@@ -141,27 +152,52 @@ def write_weka(folder: Path, agents: Sequence[Chat], model: str) -> None:
 
 
 def run_arm(
-    options: Namespace, served: Served, plan: Plan, longest: int, arm: CapacityArm, console: Console
+    options: Namespace,
+    served: Served,
+    plan: Plan,
+    longest: int,
+    arm: CapacityArm,
+    unfinished: list[dict[str, Any]],
+    console: Console,
 ) -> dict[str, Any]:
-    """Return the results of an arm for the report, by number of agents. Measure the fewest agents first."""
+    """Return the results of an arm for the report, by number of agents. Measure the fewest agents first.
+
+    If Ctrl-C or a signal stops the run, what was measured before is added to `unfinished`.
+    """
     points: dict[str, dict[str, Any]] = {}
     with serving(options, served, arm, longest, "agents", console) as (server, progress, about):
-        for count, agents in plan.agents.items():
+        run = about | {"seed": options.seed, "points": points}
+        try:
+            for count, agents in plan.agents.items():
+                if points:
+                    until_settled(server, options.idle_after + 1)
+                    forget(server)
+                progress.begin(f"{count} agents", _requests(agents))
+                talker = Talker(server, progress.step, plan.seconds, arm.kind == ORDERED)
+                try:
+                    points[str(count)] = _point(plan, talker.run(agents))
+                except StoppedError as stop:
+                    points[str(count)] = _point(plan, stop.talk)
+                    raise
+                asked = len(points[str(count)]["requests"])
+                console.print(f"  {arm.name}, {count} agents: {asked} requests", soft_wrap=True)
+        except (KeyboardInterrupt, SystemExit):
             if points:
-                until_settled(server, options.idle_after + 1)
-                forget(server)
-            progress.begin(f"{count} agents", _requests(agents))
-            talk = Talker(server, progress.step, plan.seconds, arm.kind == ORDERED).run(agents)
-            points[str(count)] = {
-                "seconds": plan.seconds,
-                "ramp_s": plan.ramp_s,
-                "wall_s": talk.wall_s,
-                "requests": [asdict(one) | {"gaps_ms": []} for one in talk.asked],
-                "samples": talk.samples,
-                "counters": talk.counters,
-            }
-            console.print(f"  {arm.name}, {count} agents: {len(talk.asked)} requests", soft_wrap=True)
-    return about | {"seed": options.seed, "points": points}
+                unfinished.append(run)
+            raise
+    return run | about
+
+
+def _point(plan: Plan, talk: Talk) -> dict[str, Any]:
+    return {
+        "seconds": plan.seconds,
+        "ramp_s": plan.ramp_s,
+        "wall_s": talk.wall_s,
+        "stopped_s": talk.stopped_s,
+        "requests": [asdict(one) | {"gaps_ms": []} for one in talk.asked],
+        "samples": talk.samples,
+        "counters": talk.counters,
+    }
 
 
 def _requests(agents: Sequence[Chat]) -> int:

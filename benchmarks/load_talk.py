@@ -1,5 +1,6 @@
 """Concurrent chats with a server, a thread for each user, and a record of each request and its wait."""
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,8 @@ from manthan.benchmarks.endpoint import Endpoint, Reply, ServerError
 from manthan.benchmarks.load_chats import Chat, Turn
 
 SAMPLE_S = 2.0
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit status after Ctrl-C, as of a shell."""
 WATCHED = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -60,6 +63,7 @@ class Talk:
     """Record of a load. began: Unix time, as in a server's log. planned: number of turns without those of `then`.
 
     samples: metrics WATCHED, each SAMPLE_S seconds. counters: increase of the metrics COUNTED over the load.
+    stopped_s: seconds after which Ctrl-C or a signal stopped the load; None if nothing did.
     """
 
     began: float
@@ -68,6 +72,15 @@ class Talk:
     asked: list[Asked]
     samples: list[dict[str, float]]
     counters: dict[str, float]
+    stopped_s: float | None = None
+
+
+class StoppedError(SystemExit):
+    """Ctrl-C or a signal stopped a load. talk: record of the requests that were sent before."""
+
+    def __init__(self, talk: Talk, code: Any) -> None:
+        super().__init__(code)
+        self.talk = talk
 
 
 class Talker:
@@ -86,20 +99,38 @@ class Talker:
         self._over = threading.Event()
 
     def run(self, chats: Sequence[Chat]) -> Talk:
-        """Run all chats concurrently, and return the record. Raises ServerError if the metrics cannot be read."""
+        """Run all chats concurrently, and return the record.
+
+        Raises:
+            ServerError: The metrics cannot be read.
+            StoppedError: The load was stopped. Requests under way have been answered.
+        """
         before = self._counters()
         began, self._zero = time.time(), time.perf_counter()
+        stop: KeyboardInterrupt | SystemExit | None = None
+        stopped_s: float | None = None
         with self._sampled() as samples, ThreadPoolExecutor(max(1, len(chats))) as pool:
             try:
                 jobs = [pool.submit(self._user, index, chat) for index, chat in enumerate(chats)]
                 for job in jobs:
                     job.result()
+            except (KeyboardInterrupt, SystemExit) as error:
+                stop, stopped_s = error, self._now()
             finally:
                 self._over.set()
         wall_s = self._now()
-        counters = {name: value - before.get(name, 0.0) for name, value in self._counters().items()}
-        planned = sum(len(chat.turns) for chat in chats)
-        return Talk(began, wall_s, planned, sorted(self._asked, key=lambda one: one.sent_s), samples, counters)
+        try:
+            after = self._counters()
+        except ServerError:
+            if stop is None:
+                raise
+            after = {}  # the server may have been stopped too
+        counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        planned, asked = sum(len(chat.turns) for chat in chats), sorted(self._asked, key=lambda one: one.sent_s)
+        talk = Talk(began, wall_s, planned, asked, samples, counters, stopped_s)
+        if stop is not None:
+            raise StoppedError(talk, getattr(stop, "code", INTERRUPTED)) from stop
+        return talk
 
     def _now(self) -> float:
         return time.perf_counter() - self._zero

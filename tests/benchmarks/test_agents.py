@@ -3,6 +3,12 @@
 import json
 import lzma
 import math
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,10 +19,13 @@ from bench_command import is_png, refusal, report, run
 from vllm.benchmarks.datasets.datasets import TimedTrace
 from warm_server import warm_server
 
-from manthan.benchmarks import capacity_arms
+from manthan.benchmarks import agents_run, capacity_arms
 from manthan.benchmarks.agents_report import Point, cliffs, merged, points_of, said
 from manthan.benchmarks.agents_trace import Scale, agents_of, made_up_trace, read_agents, sessions_of
+from manthan.benchmarks.arms import make_console
+from manthan.benchmarks.endpoint import Reply
 from manthan.benchmarks.load_chats import Chat
+from manthan.benchmarks.progress import Bar
 from manthan.benchmarks.restore import SPARE_POSITIONS
 from manthan.benchmarks.served import Served
 from manthan.benchmarks.shapes import PUBLIC
@@ -156,8 +165,8 @@ def alike(one: Any, other: Any) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def point(arm: str, agents: int, p50: float, p90: float) -> Point:
-    return Point(arm, agents, 10, {"p50": p50, "p90": p90, "p99": p90}, {}, 0.5, 1.0, 5, math.nan, 1.0, 0.0, 0)
+def point(arm: str, agents: int, p50: float, p90: float, unfair: float = 1.0) -> Point:
+    return Point(arm, agents, 10, {"p50": p50, "p90": p90, "p99": p90}, {}, 0.5, 1.0, 5, math.nan, unfair, 0.0, 0)
 
 
 def test_a_cliff_is_the_last_number_before_the_first_that_is_too_slow() -> None:
@@ -166,6 +175,14 @@ def test_a_cliff_is_the_last_number_before_the_first_that_is_too_slow() -> None:
     steep, never = said({"bound_s": 2.0}, points)
     assert "with 8, p50 is 8.0 times as long" in steep
     assert "up to 0 agents" in never
+    assert "slowest" not in never
+
+
+def test_a_cliff_says_whether_the_slowest_agent_waits_at_most_three_times_as_long_as_the_median_one() -> None:
+    points = [point("a", 4, 1, 1, 9.0), point("a", 8, 1, 1, 3.0), point("b", 8, 1, 1, 3.02), point("b", 16, 1, 9, 1.0)]
+    fair, unfair = said({"bound_s": 2.0}, points)
+    assert "the slowest agent's mean wait is 3.00 times the median agent's, at most 3" in fair
+    assert "the slowest agent's mean wait is 3.02 times the median agent's, more than 3" in unfair
 
 
 def test_returns_that_found_all_and_the_levels_of_restored_blocks_are_counted() -> None:
@@ -182,6 +199,96 @@ def test_returns_that_found_all_and_the_levels_of_restored_blocks_are_counted() 
     assert one.divergence == pytest.approx((LEVELS[0].divergence + 3 * LEVELS[2].divergence) / 4)
     assert math.isnan(two.divergence)
     assert said(report | {"bound_s": 2.0}, [one, two])[-1].endswith(f"{one.divergence:.4f} nats on average")
+
+
+# -- a run that is stopped ------------------------------------------------------------------------------
+
+
+class StandIn:
+    """Server in this process. It finds all that is known, and stops the run in the `last` of its measurements.
+
+    It counts the requests of a measurement from `ramp_s` on, and sends Ctrl-C with number `count`.
+    """
+
+    url = "stand-in"
+
+    def __init__(self, last: int, count: int, ramp_s: float) -> None:
+        self._last, self._count, self._ramp_s = last, count, ramp_s
+        self._measurement, self._began, self._late = 1, 0.0, 0
+        self._lock = threading.Lock()
+
+    def samples(self, *_: str) -> list[tuple[str, dict[str, str], float]]:
+        return []
+
+    def reset_prefix_cache(self) -> None:
+        self._measurement, self._began, self._late = self._measurement + 1, 0.0, 0
+
+    def complete(self, prompt: list[int], max_tokens: int, **_: Any) -> Reply:
+        with self._lock:
+            self._began = self._began or time.monotonic()
+            self._late += time.monotonic() - self._began >= self._ramp_s
+            if self._measurement == self._last and self._late == self._count:
+                self._late += 1
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.01)
+        return Reply("", len(prompt), 0, 0.01, generated_tokens=max_tokens, token_ids=(1,) * max_tokens)
+
+
+def stopped_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: StandIn, counts: str, ramp_s: float
+) -> tuple[str, Any]:
+    """Return the output and the report of a run in which `server` stands in for each arm's server."""
+
+    @contextmanager
+    def serving(_: Any, __: Any, arm: Any, *___: Any) -> Iterator[Any]:
+        yield server, Bar(make_console(), arm.name), {"arm": arm.name}
+
+    monkeypatch.setattr(agents_run, "serving", serving)
+    size = ("--agents", counts, "--seconds", 2, "--ramp", ramp_s, "--faster", 1000, "--arms", "plain,offload")
+    done = run("agents", "made-up", *size, "--out", tmp_path)
+    assert done.exit_code == 1, done.output
+    return done.output, json.loads((tmp_path / "agents.json").read_text())
+
+
+def test_a_stopped_measurement_is_kept_and_marked_and_counts_in_no_cliff(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, found = stopped_run(tmp_path, monkeypatch, StandIn(2, 8, 0.4), "2,4", 0.3)
+    assert found["errors"] == {"plain": "stopped"}
+    [only] = found["runs"]
+    whole, part = only["points"]["2"], only["points"]["4"]
+    assert whole["stopped_s"] is None
+    assert 0.3 < part["stopped_s"] <= part["wall_s"]
+    assert len(part["requests"]) >= 8
+    assert max(one["sent_s"] for one in part["requests"]) < part["seconds"]
+    points = points_of(found)
+    assert [(each.agents, each.stopped_s) for each in points] == [(2, None), (4, part["stopped_s"])]
+    assert cliffs(points, 2.0) == {"plain": 2}
+    assert re.search(r"^ *4\* .*plain", output, re.MULTILINE)
+    assert f"* plain, 4 agents: stopped after {part['stopped_s']:.1f} of 2 s, not counted in a cliff" in output
+    assert is_png(tmp_path / "agents.png")
+
+
+def test_a_measurement_that_is_stopped_in_its_ramp_has_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, found = stopped_run(tmp_path, monkeypatch, StandIn(1, 5, 0.0), "8", 1.8)
+    [only] = found["runs"]
+    assert len(only["points"]["8"]["requests"]) >= 5
+    assert points_of(found) == []
+    assert "* plain, 8 agents: stopped after " in output
+    assert "of 2 s, before all agents had begun: no row" in output
+
+
+def test_a_stopped_measurement_is_no_repeat_of_a_whole_one() -> None:
+    one = {"chat": 0, "turn": 2, "sent_s": 9.0, "error": "", "ttft_s": 1.0, "known_tokens": 9, "prompt_tokens": 9}
+    whole = {"requests": [one | {"cached_tokens": 9}], "counters": {}, "ramp_s": 5.0}
+    part = {"requests": [one | {"cached_tokens": 0}], "counters": {}, "ramp_s": 5.0, "stopped_s": 9.5}
+    early = part | {"stopped_s": 4.0}
+    runs = [{"arm": "host", "points": {"4": point}} for point in (whole, part, early, whole)]
+    points = points_of({"runs": runs, "token_nbytes": 1})
+    assert [(each.stopped_s, each.returns, each.found) for each in points] == [(None, 2, 1.0), (9.5, 1, 0.0)]
+
+
+# -- the command ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
