@@ -1,4 +1,4 @@
-"""Schedule of the soak from a seed: faults of the servers' disk, resets, sleeps and kills."""
+"""Schedule of the soak from a seed: faults of the servers' disk and of their Redis, resets, sleeps and kills."""
 
 import contextlib
 import os
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 from disk_faults import Faults, resize, small_disk
+from redis_server import RedisServer
 
 PAGE = 4096
 LITTLE = 16 * PAGE
@@ -26,7 +27,7 @@ SHORTEST_SHARE, LONGEST_SHARE = 0.5, 0.7
 
 
 class Fault(StrEnum):
-    """Faults of a disk, as in docs/disk.md."""
+    """Faults of a disk, as in docs/disk.md, and of Redis."""
 
     full = "full"
     read_only = "read-only"
@@ -37,6 +38,8 @@ class Fault(StrEnum):
     truncated = "truncated"
     flipped = "flipped"
     deleted = "file deleted"
+    redis_frozen = "Redis frozen"
+    redis_killed = "Redis killed"
 
 
 TOLD = {
@@ -48,6 +51,7 @@ TOLD = {
     Fault.eio: "eio",
 }
 """Names of faults in the preloaded library."""
+OF_REDIS = {Fault.redis_frozen, Fault.redis_killed}
 FELT_LATER = {Fault.deleted}
 """A file that is open can be read when it has no name any more: what was in it is missing at the next start."""
 
@@ -95,6 +99,17 @@ def schedule(seed: int, seconds: float, rounds: int, kills: int) -> list[Event]:
         lasts = each_s * chance.uniform(SHORTEST_SHARE, LONGEST_SHARE)
         events.append(Event(one, server, (each_s - lasts) * chance.uniform(0.1, 0.5), lasts, each_s))
     return events
+
+
+@contextlib.contextmanager
+def redis_failing(server: RedisServer, fault: Fault) -> Iterator[None]:
+    """Stop Redis with SIGSTOP and let it go on, or kill it and start it again, empty, on the same port."""
+    is_frozen = fault is Fault.redis_frozen
+    (server.pause if is_frozen else server.kill)()
+    try:
+        yield
+    finally:
+        (server.resume if is_frozen else server.start)()
 
 
 class Disk:

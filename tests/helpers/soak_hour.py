@@ -1,4 +1,4 @@
-"""An hour of faults: agents and chats on two servers whose disk fails, which are reset, sleep, and are killed.
+"""An hour of faults: agents and chats on two servers whose disk and Redis fail, which are reset, sleep, and are killed.
 
 Both servers keep compressed blocks in RAM, on a disk of their own and in one Redis, with room for a tenth of the open
 sessions. A third server is plain vLLM: each answer is compared with its answer to the same prompt.
@@ -7,8 +7,8 @@ sessions. A third server is plain vLLM: each answer is compared with its answer 
     python tests/helpers/soak_hour.py [--minutes 60] [--agents 150] [--rate 1] [--kills 2] [--seed 0] [--out FOLDER]
 
 Exit status 1 if a request failed, an answer was wrong, the stores were not in use again after a fault, a fault was not
-felt, no session came back after a kill or on the other server, memory grew, or something was left. See
-docs/benchmarks.md.
+felt, no session came back after a kill or on the other server, answers became slower, memory grew, or something was
+left. See docs/benchmarks.md.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from redis_server import RedisServer
 from rich.console import Console
 from soak_chats import Traffic
 from soak_chats import agents as sessions
-from soak_faults import FELT_LATER, Disk, Event, Fault, Order, disk, schedule
+from soak_faults import FELT_LATER, OF_REDIS, Disk, Event, Fault, Order, disk, redis_failing, schedule
 from soak_lives import CODE_BYTES, DISK_SHARE, MIB, MODEL, Life, Server, Setting, Told, pause, rise, wait_for
 
 from manthan.benchmarks.arms import leave_on_signals, make_console, new_report, tell_codec, where, write_report
@@ -47,10 +47,13 @@ USED_BLOCKS, USED_TOKENS = 20, 64
 """Blocks encoded, and tokens read from a tier behind RAM, since a fault is over: then the store is in use again."""
 QUIET_S = 120.0
 WINDOW_S = 600.0
+SLOWER = 1.1
+"""Most that p90 of the last WINDOW_S may be, in times of that of the first, in a soak that has room for both."""
 ENOUGH = 20
 """A kill is judged by its own server's sessions if that many returned."""
 JUDGED_S = 900.0
 """Memory of a life is judged if it is that long: before, it says too little."""
+UNANSWERED = "lookups_total{unanswered}"
 BUSY = ("num_requests_running", "num_requests_waiting", "sessions{active}")
 READ_FROM = tuple(f"prompt_tokens_cached_by_source_total{{{source}}}" for source in ("disk", "external_unspecified"))
 
@@ -77,11 +80,26 @@ def failures(before: Sequence[Told], now: Sequence[Told]) -> dict[str, int]:
     return dict(+found)
 
 
+def felt(fault: Fault, before: Sequence[Told], now: Sequence[Told]) -> dict[str, int]:
+    """Return what came of a fault that lasts: failed blocks by cause, and for Redis lookups without an answer.
+
+    Nothing came of one of Redis that no server has noticed: on a busy machine, lookups stay unanswered without a fault.
+    """
+    found = Counter(failures(before, now))
+    if fault in OF_REDIS:
+        if all(told.get("cold_store_up") for told in now):
+            return {}
+        found[UNANSWERED] = int(
+            sum(told.get(UNANSWERED, 0) for told in now) - sum(told.get(UNANSWERED, 0) for told in before)
+        )
+    return dict(+found)
+
+
 class Weather:
     """Has all that was scheduled happen to the servers, one thing after the other. events: what came of it."""
 
-    def __init__(self, servers: Sequence[Server], disk: Disk, traffic: Traffic) -> None:
-        self._servers, self._disk, self._traffic = servers, disk, traffic
+    def __init__(self, servers: Sequence[Server], disk: Disk, redis: RedisServer, traffic: Traffic) -> None:
+        self._servers, self._disk, self._redis, self._traffic = servers, disk, redis, traffic
         self.events: list[dict[str, Any]] = []
 
     def play(self, events: Sequence[Event], bar: Bar) -> None:
@@ -102,15 +120,17 @@ class Weather:
 
     def _fail(self, fault: Fault, lasts_s: float) -> None:
         before, began = self._look(self._servers), time.monotonic()
-        with self._disk.failing(fault):
+        found: list[Told] | None = None
+        with redis_failing(self._redis, fault) if fault in OF_REDIS else self._disk.failing(fault):
             pause(self._servers, lasts_s)
             if fault not in FELT_LATER:
-                wait_for(self._servers, lambda now: self._is_felt(fault, before, now), FELT_S)
-        self._note(str(fault), self._servers, began, before)
+                found = wait_for(self._servers, lambda now: self._is_felt(fault, before, now), FELT_S)
+        during = felt(fault, before, found or before) if fault in OF_REDIS else None
+        self._note(str(fault), self._servers, began, before, during)
 
     def _is_felt(self, fault: Fault, before: Sequence[Told], now: Sequence[Told]) -> bool:
         """Damage more files if not: what was damaged may have been in nobody's way."""
-        is_felt = bool(failures(before, now))
+        is_felt = bool(felt(fault, before, now))
         if not is_felt:
             self._disk.damage(fault)
         return is_felt
@@ -134,12 +154,20 @@ class Weather:
                 self._traffic.was_reset(event.server)
         self._note(str(event.what), [server], began, [before[event.server]])
 
-    def _note(self, what: str, servers: Sequence[Server], began: float, before: list[Told]) -> None:
+    def _note(
+        self,
+        what: str,
+        servers: Sequence[Server],
+        began: float,
+        before: list[Told],
+        during: dict[str, int] | None = None,
+    ) -> None:
+        """during: found while the event lasted; None to count until the stores are used again."""
         ended = time.monotonic()
         now = self._used_again(servers, self._look(servers))
         again_s = time.monotonic() - ended if now else None
-        felt = failures(before, now or self._look(servers))
-        self.events.append({"what": what, "lasted_s": ended - began, "used_again_s": again_s, "failures": felt})
+        found = failures(before, now or self._look(servers)) if during is None else during
+        self.events.append({"what": what, "lasted_s": ended - began, "used_again_s": again_s, "failures": found})
 
     def _used_again(self, servers: Sequence[Server], before: list[Told]) -> list[Told] | None:
         return wait_for(servers, lambda now: all(map(is_used_again, before, now)), USED_AGAIN_S)
@@ -149,7 +177,13 @@ class Weather:
 
 
 def soak(
-    servers: Sequence[Server], plain: Server, disk: Disk, traffic: Traffic, events: list[Event], bar: Bar
+    servers: Sequence[Server],
+    plain: Server,
+    disk: Disk,
+    redis: RedisServer,
+    traffic: Traffic,
+    events: list[Event],
+    bar: Bar,
 ) -> dict[str, Any]:
     """Play all events, and look at what is left. Raises ServerError."""
     bar.begin("the servers start")
@@ -160,7 +194,7 @@ def soak(
         if server is not plain:
             traffic.goes_up(server.number, server.server.url, life)
     traffic.plain_url = plain.server.url
-    weather, began = Weather(servers, disk, traffic), time.monotonic()
+    weather, began = Weather(servers, disk, redis, traffic), time.monotonic()
 
     async def together() -> None:
         running = asyncio.create_task(traffic.run())
@@ -214,26 +248,32 @@ def failed(report: dict[str, Any]) -> list[str]:
     """Say what is not as it should be, a sentence each."""
     counts, lives, most = report["counts"], report["lives"], report["arguments"]["most_rise"]
     lost = [event for event in report["events"] if event["used_again_s"] is None]
-    felt = {event["what"] for event in report["events"] if event["failures"]}
+    noticed = {event["what"] for event in report["events"] if event["failures"]}
     killed = [number for number, life in enumerate(lives, 1) if number > 3 and life["server"] >= 0]
+    first, last = report["p90_s"] or (0.0, 0.0)
     wrong = {
         f"{counts.get('errors')} requests failed": counts.get("errors"),
         f"{counts.get('misled')} answers are surely not the plain server's": counts.get("misled"),
         f"{counts.get('stale')} sessions came back from before a reset of all": counts.get("stale"),
         "nothing was checked": not counts.get("checked"),
         "no session came back on the other server": not came_back(report, "other"),
+        f"p90 of answers rose from {first:.2f} to {last:.2f} s": report["seconds"] >= 2 * WINDOW_S
+        and last > SLOWER * first,
     }
     for number, left in enumerate(report["left"]):
         wrong[f"server {number}: {left['pool']:.1%} of the pool is still in use"] = left["pool"]
         wrong[f"server {number}: {left['active']:.0f} sessions are active"] = left["active"]
     for number, life in enumerate(lives, 1):
         risen = rise(life["memory"], report["arguments"]["warm_up"])
-        is_judged = life["server"] >= 0 and life["end_s"] - life["ready_s"] >= JUDGED_S and risen is not None
-        wrong[f"memory rose by {risen or 0:.1f} MiB in life {number}"] = is_judged and risen > most
+        is_judged = life["server"] >= 0 and life["end_s"] - life["ready_s"] >= JUDGED_S
+        if is_judged and risen is not None:
+            wrong[f"memory rose by {risen.mib:.1f} MiB in life {number}, {risen.an_hour:.1f} an hour"] = (
+                risen.mib > most
+            )
     return [
         *(sentence for sentence, is_so in wrong.items() if is_so),
         *(f"the store was not in use again after {event['what']}" for event in lost),
-        *(f"nobody felt the fault {one}" for one in Fault if one not in FELT_LATER | felt),
+        *(f"nobody felt the fault {one}" for one in Fault if one not in FELT_LATER | noticed),
         *(f"no session came back after the kill before life {one}" for one in killed if not survived(report, one)),
     ]
 
@@ -260,12 +300,12 @@ def show(report: dict[str, Any], console: Console) -> None:
     for event in report["events"]:
         again = "never" if event["used_again_s"] is None else f"{event['used_again_s']:.1f} s later"
         causes = ", ".join(f"{cause} {count:,}" for cause, count in sorted(event["failures"].items())) or "none"
-        lines.append(f"{event['what']}: {event['lasted_s']:.1f} s; in use again: {again}; blocks that failed: {causes}")
+        lines.append(f"{event['what']}: {event['lasted_s']:.1f} s; in use again: {again}; failures: {causes}")
     for number, life in enumerate(report["lives"], 1):
         name = "plain vLLM" if life["server"] < 0 else f"server {life['server']}"
         sizes = [nbytes / MIB for _, nbytes in life["memory"]]
         risen = rise(life["memory"], report["arguments"]["warm_up"])
-        more = "" if risen is None else f", rise {risen:+.1f} MiB"
+        more = "" if risen is None else f", rise {risen.mib:+.1f} MiB, {risen.an_hour:+.1f} an hour"
         lasted = (life["end_s"] - life["ready_s"]) / 60
         lines.append(f"life {number}, {name}: {lasted:.1f} min, {min(sizes):,.0f} to {max(sizes):,.0f} MiB{more}")
     for who, found in sorted(report["returns"].items()):
@@ -291,7 +331,9 @@ def main(
     codec: Annotated[str, typer.Option(help="Of docs/codec.md.")] = "wht-5x",
     flags: Annotated[str, typer.Option(help="Further flags of all servers.")] = "",
     warm_up: Annotated[float, typer.Option(min=0, help="Seconds of each life until memory counts.")] = 600,
-    most_rise: Annotated[float, typer.Option(help="MiB that a life's memory may rise from then on.")] = 10,
+    most_rise: Annotated[
+        float, typer.Option(help="MiB that a life's memory may rise from then on. The report has MiB an hour too.")
+    ] = 10,
     out: Annotated[Path, typer.Option(help="Folder for JSON, logs, and the disk.")] = Path("build", "soak"),
 ) -> None:
     """Agents and chats on two servers to which everything happens."""
@@ -331,7 +373,7 @@ def run(
         ):
             setting = Setting(out, folder.folder, folder.environment, redis.url, codec, nbytes, flags)
             first, second, plain = (stack.enter_context(Server(number, setting, lives)) for number in (0, 1, -1))
-            found = soak([first, second], plain, folder, traffic, events, bar)
+            found = soak([first, second], plain, folder, redis, traffic, events, bar)
     except ServerError as error:
         console.print(error.log_tail, markup=False, soft_wrap=True)
         console.print(f"  {error} (log: {error.log})", style="red", markup=False, soft_wrap=True)

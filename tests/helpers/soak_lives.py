@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -105,14 +105,24 @@ def resident_bytes(group: int) -> int:
     return total
 
 
-def rise(memory: Sequence[tuple[float, int]], warm_up_s: float) -> float | None:
-    """Return MiB by which the highest median of two minutes after the warm-up is above the first; None without two."""
+class Rise(NamedTuple):
+    """Rise of a life's memory after its warm-up, in MiB, and that divided by the hours from then on."""
+
+    mib: float
+    an_hour: float
+
+
+def rise(memory: Sequence[tuple[float, int]], warm_up_s: float) -> Rise | None:
+    """Return how far the highest median of two minutes after the warm-up is above the first; None without two."""
     windows: dict[int, list[int]] = {}
     for seconds, nbytes in memory:
         if seconds >= warm_up_s:
             windows.setdefault(int((seconds - warm_up_s) / WINDOW_S), []).append(nbytes)
     medians = [float(np.median(windows[at])) / MIB for at in sorted(windows)]
-    return max(medians) - medians[0] if len(medians) > 1 else None
+    if len(medians) < 2:
+        return None
+    mib = max(medians) - medians[0]
+    return Rise(mib, mib / ((memory[-1][0] - warm_up_s) / 3600))
 
 
 class Server:
@@ -293,7 +303,7 @@ def told(server: VllmServer) -> Told:
     for name, labels, value in server.samples(*TOLD):
         if name.endswith(("_bucket", "_created")):
             continue
-        label = next((labels[one] for one in ("state", "cause", "source", "hint") if one in labels), "")
+        label = next((labels[one] for one in ("state", "cause", "source", "hint", "outcome") if one in labels), "")
         key = name.removeprefix("vllm:").removeprefix("manthan_") + (f"{{{label}}}" if label else "")
         values[key] = values.get(key, 0.0) + value
     return values

@@ -8,11 +8,82 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import soak_hour
-from soak_faults import FELT_LATER, Fault, Order
-from soak_hour import came_back, survived
+from redis_server import RedisServer
+from soak_faults import FELT_LATER, OF_REDIS, Fault, Order, redis_failing, schedule
+from soak_hour import UNANSWERED, WINDOW_S, came_back, failed, felt, survived
+from soak_lives import MIB, rise
 
 SCRIPT = Path(soak_hour.__file__)
+
+
+# -- judgements, without servers ----------------------------------------------------------------------
+
+
+def told(p90_s: list[float], seconds: float = 2 * WINDOW_S, last_mib: int = 100) -> dict[str, Any]:
+    """Return a report with one life of two hours, with half an hour of warm-up, of 100 MiB and then `last_mib`."""
+    memory = [(float(at), (last_mib if at > 3600 else 100) * MIB) for at in range(0, 7201, 60)]
+    return {
+        "seconds": seconds,
+        "p90_s": p90_s,
+        "counts": {"checked": 1},
+        "lives": [{"server": 0, "ready_s": 0.0, "end_s": 7200.0, "memory": memory}],
+        "arguments": {"most_rise": 10, "warm_up": 1800},
+        "events": [{"what": str(fault), "used_again_s": 1.0, "failures": {"some": 1}} for fault in Fault],
+        "left": [],
+        "returns": {"1 other": {"came_back": 1}},
+    }
+
+
+def test_a_soak_that_gets_slower_fails_if_it_has_room_for_two_windows() -> None:
+    assert failed(told([2.0, 2.2])) == []
+    assert failed(told([2.0, 2.3])) == ["p90 of answers rose from 2.00 to 2.30 s"]
+    assert failed(told([2.0, 2.3], seconds=2 * WINDOW_S - 1)) == []
+
+
+def test_memory_is_told_by_the_hour_and_judged_by_the_life() -> None:
+    assert failed(told([2.0, 2.0], last_mib=110)) == []
+    assert failed(told([2.0, 2.0], last_mib=112)) == ["memory rose by 12.0 MiB in life 1, 8.0 an hour"]
+    assert rise([(0.0, 1), (130.0, 1)], 60) is None
+
+
+def test_a_fault_that_nobody_felt_or_after_which_a_store_is_not_used_fails() -> None:
+    report = told([2.0, 2.0])
+    for event in report["events"]:
+        if event["what"] == Fault.redis_frozen:
+            event["failures"] = {}
+        if event["what"] == Fault.redis_killed:
+            event["used_again_s"] = None
+    assert failed(report) == [
+        "the store was not in use again after Redis killed",
+        "nobody felt the fault Redis frozen",
+    ]
+
+
+def test_lookups_without_an_answer_are_felt_while_redis_is_known_to_be_down() -> None:
+    before, after = {UNANSWERED: 3.0, "cold_store_up": 1.0}, {UNANSWERED: 8.0, "cold_store_up": 0.0}
+    assert felt(Fault.redis_frozen, [before, before], [after, before]) == {UNANSWERED: 5}
+    assert felt(Fault.redis_frozen, [before, before], [after | {"cold_store_up": 1.0}, before]) == {}
+    assert felt(Fault.slow, [before], [after]) == {}
+    assert felt(Fault.slow, [before], [after | {"failures_total{io}": 2.0}]) == {"io": 2}
+
+
+@pytest.mark.parametrize("fault", sorted(OF_REDIS))
+def test_redis_does_not_answer_during_its_fault_and_answers_on_the_same_port_after(
+    fault: Fault, tmp_path: Path
+) -> None:
+    with RedisServer(tmp_path) as server:
+        server.client.set("key", "value")
+        client = redis.Redis(port=server.port, socket_timeout=0.2)
+        with redis_failing(server, fault), pytest.raises((redis.TimeoutError, redis.ConnectionError)):
+            client.ping()
+        assert server.client.get("key") == ("value" if fault is Fault.redis_frozen else None)
+
+
+def test_each_round_has_every_fault() -> None:
+    events = schedule(0, 3600.0, 2, 1)
+    assert {fault: [event.what for event in events].count(fault) for fault in Fault} == dict.fromkeys(Fault, 2)
 
 
 # -- two minutes on real servers ----------------------------------------------------------------------
