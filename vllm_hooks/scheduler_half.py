@@ -66,7 +66,7 @@ from manthan.vllm_hooks.rechecks import Rechecks
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
 from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.support import UnsupportedError
-from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_rechecks
+from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_left_out, tell_rechecks
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import abort_at_shutdown, settings
@@ -213,6 +213,8 @@ class SchedulerHalf:
         """True if workers were called since the last `_heed_calls`. The call may have loaded weights."""
         self._cancels = False  # True to have workers end transfers early
         self._calibrates = bool(settings(vllm_config).get(CALIBRATES))
+        self._has_left_out = False
+        """True if a step with a tenant's request was left out of the profile, and the log has said so."""
         self._candidate: Candidate | None = None
         """Profile (a codec's tables) made from requests' KV, until the guard uses its codec; None without a profile."""
         self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._ring)
@@ -559,10 +561,18 @@ class SchedulerHalf:
             tokens=scheduled_tokens,
             cancels=self._cancels,
             revokes=work.revokes,
-            may_calibrate=self._calibrates
-            and scheduled_tokens >= LEAST
-            and not any(map(tenant_of, self._requests.values())),
+            may_calibrate=self._may_calibrate(scheduled_tokens),
         )
+
+    def _may_calibrate(self, tokens: int) -> bool:
+        """True if workers may take tokens of a step for a profile. tokens: number that vLLM computes in the step."""
+        if not self._calibrates or tokens < LEAST:
+            return False
+        has_tenants = any(map(tenant_of, self._requests.values()))
+        if has_tenants and not self._has_left_out:
+            self._has_left_out = True
+            tell_left_out()
+        return not has_tenants
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
         """Take results of workers. A transfer is settled when every rank that takes part in it has answered."""
