@@ -310,7 +310,6 @@ class SchedulerHalf:
         if prompt is not None:  # tail: the prompt's tokens behind its last full block
             tail = np.array(prompt[len(prompt) // self._block_size * self._block_size :], np.int64).tobytes()
         self._requests[request.request_id] = request
-        self.telemetry.began(request, hints)
         started = self.manager.request_started(
             request.request_id,
             self._keys(request),
@@ -321,6 +320,8 @@ class SchedulerHalf:
             tenant=tenant_of(request),
             tail=tail,
         )
+        session = started.session
+        self.telemetry.began(request, hints, started.tokens - session.added_tokens if session.uses > 1 else None)
         self.driver.started(started, self._blocks(request))
         if self._waiting is not None:
             self._waiting.update(request, self._to_compute(request))
@@ -461,8 +462,7 @@ class SchedulerHalf:
         self._requests.pop(request.request_id, None)
         if self.limit is not None and not self._requests:
             self.limit.rest()
-        prompt = min(request.num_prompt_tokens, request.num_computed_tokens)
-        anew = max(0, prompt - self.driver.found(request.request_id))
+        found = self.driver.found(request.request_id)
         computed = min(blocks, request.num_computed_tokens // self._block_size)
         computed = self.groups.deepest(self._entered(self._keys(request)[:computed]))
         keys = self._keys(request)[:computed]
@@ -475,14 +475,14 @@ class SchedulerHalf:
         ]
         now, ending = time.monotonic(), _ending(request)
         if (asker := self.driver.returned(request.request_id)) is not None:
-            depth = self.driver.found(request.request_id) // self._block_size - self.groups.again
+            depth = found // self._block_size - self.groups.again
             if depth > 0:
                 self.rechecks.offer(request, asker, self._keys(request)[:depth], depth * self._block_size)
         outcome = self.driver.finished(request.request_id, keys, now, request.num_tokens, points, ending)
         if self._events is not None:
             self._events.remember(request, computed, (part for depth in depths for part in self.groups.parts(depth)))
         self._set_deadline()
-        self.telemetry.ended(request, outcome, anew)
+        self.telemetry.ended(request, outcome, found)
         return answer_to(hints_of(request), outcome)
 
     def _entered(self, keys: Sequence[BlockHash]) -> int:
