@@ -66,7 +66,7 @@ from manthan.vllm_hooks.rechecks import Rechecks
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
 from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.support import UnsupportedError
-from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_rechecks
+from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_left_out, tell_rechecks
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import abort_at_shutdown, settings
@@ -213,6 +213,8 @@ class SchedulerHalf:
         """True if workers were called since the last `_heed_calls`. The call may have loaded weights."""
         self._cancels = False  # True to have workers end transfers early
         self._calibrates = bool(settings(vllm_config).get(CALIBRATES))
+        self._has_left_out = False
+        """True if a step with a tenant's request was left out of the profile, and the log has said so."""
         self._candidate: Candidate | None = None
         """Profile (a codec's tables) made from requests' KV, until the guard uses its codec; None without a profile."""
         self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._ring)
@@ -308,7 +310,6 @@ class SchedulerHalf:
         if prompt is not None:  # tail: the prompt's tokens behind its last full block
             tail = np.array(prompt[len(prompt) // self._block_size * self._block_size :], np.int64).tobytes()
         self._requests[request.request_id] = request
-        self.telemetry.began(request, hints)
         started = self.manager.request_started(
             request.request_id,
             self._keys(request),
@@ -319,6 +320,8 @@ class SchedulerHalf:
             tenant=tenant_of(request),
             tail=tail,
         )
+        session = started.session
+        self.telemetry.began(request, hints, started.tokens - session.added_tokens if session.uses > 1 else None)
         self.driver.started(started, self._blocks(request))
         if self._waiting is not None:
             self._waiting.update(request, self._to_compute(request))
@@ -459,8 +462,7 @@ class SchedulerHalf:
         self._requests.pop(request.request_id, None)
         if self.limit is not None and not self._requests:
             self.limit.rest()
-        prompt = min(request.num_prompt_tokens, request.num_computed_tokens)
-        anew = max(0, prompt - self.driver.found(request.request_id))
+        found = self.driver.found(request.request_id)
         computed = min(blocks, request.num_computed_tokens // self._block_size)
         computed = self.groups.deepest(self._entered(self._keys(request)[:computed]))
         keys = self._keys(request)[:computed]
@@ -473,14 +475,14 @@ class SchedulerHalf:
         ]
         now, ending = time.monotonic(), _ending(request)
         if (asker := self.driver.returned(request.request_id)) is not None:
-            depth = self.driver.found(request.request_id) // self._block_size - self.groups.again
+            depth = found // self._block_size - self.groups.again
             if depth > 0:
                 self.rechecks.offer(request, asker, self._keys(request)[:depth], depth * self._block_size)
         outcome = self.driver.finished(request.request_id, keys, now, request.num_tokens, points, ending)
         if self._events is not None:
             self._events.remember(request, computed, (part for depth in depths for part in self.groups.parts(depth)))
         self._set_deadline()
-        self.telemetry.ended(request, outcome, anew)
+        self.telemetry.ended(request, outcome, found)
         return answer_to(hints_of(request), outcome)
 
     def _entered(self, keys: Sequence[BlockHash]) -> int:
@@ -559,10 +561,18 @@ class SchedulerHalf:
             tokens=scheduled_tokens,
             cancels=self._cancels,
             revokes=work.revokes,
-            may_calibrate=self._calibrates
-            and scheduled_tokens >= LEAST
-            and not any(map(tenant_of, self._requests.values())),
+            may_calibrate=self._may_calibrate(scheduled_tokens),
         )
+
+    def _may_calibrate(self, tokens: int) -> bool:
+        """True if workers may take tokens of a step for a profile. tokens: number that vLLM computes in the step."""
+        if not self._calibrates or tokens < LEAST:
+            return False
+        has_tenants = any(map(tenant_of, self._requests.values()))
+        if has_tenants and not self._has_left_out:
+            self._has_left_out = True
+            tell_left_out()
+        return not has_tenants
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
         """Take results of workers. A transfer is settled when every rank that takes part in it has answered."""

@@ -74,6 +74,8 @@ class Crowd:
         ]
         totals = {"evictions": 9000, "restores": 2000, "prefetches": 10, "failures": 0, "restore_ms": 40_000}
         totals |= {"prompt_tokens": 9_000_000, "restored_tokens": 6_000_000, "computed_tokens": 1_000_000}
+        totals |= {"returns": 2500, "return_resident_tokens": 1_900_000}
+        totals |= {"return_restored_tokens": 5_000_000, "return_recomputed_tokens": 300_000}
         return {
             "now": time.time(),
             "policy": {"name": "lru", "options": {}, "order": [*self.sessions][:50]},

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import logged
 import pytest
 from crowd import Crowd, made_app
 from fastapi import FastAPI
@@ -124,6 +125,21 @@ def test_what_is_as_before_is_not_told_again(monkeypatch: pytest.MonkeyPatch) ->
     assert found[0][1]["totals"]["restored_tokens"] == 6_000_000
     assert len(found[2][1]["sessions"]) == 5
     assert found[-1][1] == "The engine is dead."
+
+
+def test_a_stream_says_that_it_ends_after_an_unforeseen_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page shows the sentence of an event `error`. The log has the cause, which clients need not know."""
+    crowd = Crowd(3)
+
+    async def rest(_: float) -> None:
+        crowd._state = lambda _: 1 / 0  # type: ignore[method-assign]
+
+    monkeypatch.setattr(api.asyncio, "sleep", rest)
+    with logged.warnings() as lines:
+        found = events(served(crowd), 100)
+    assert found[-2][0] == "now"
+    assert found[-1] == ("error", "The engine's answer failed: the server's log says why.")
+    assert lines == ["Manthan: the stream of changes ends: ZeroDivisionError: division by zero"]
 
 
 def test_a_stream_that_cannot_begin_is_refused() -> None:

@@ -1,5 +1,6 @@
 """A profile from a server's own traffic: the guard tries it, new blocks use it, and the next start has it."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from logged import said
 from some_blocks import until
 from traffic import hasten
 from vllm import EngineArgs
@@ -20,6 +22,7 @@ from manthan.vllm_hooks.messages import Candidate, ManthanWorkerMetadata
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 from manthan.vllm_hooks.settled import CALIBRATES
 from manthan.vllm_hooks.transfer_config import from_vllm_config, settings
+from manthan.vllm_hooks.worker.calibrator import LEAST
 
 CHATS = 8
 
@@ -139,6 +142,26 @@ def test_a_slow_disk_under_a_profile_delays_no_step(path: Path) -> None:
     has_time.set()
     until(path.exists)
     assert renamed == ["manthan-profile"]
+
+
+def test_the_log_says_once_that_tenants_shape_no_profile() -> None:
+    half: Any = object.__new__(SchedulerHalf)
+    request = SimpleNamespace(kv_transfer_params=None, kv_hints=None, cache_salt=None)
+    mine = SimpleNamespace(**vars(request) | {"cache_salt": "acme's"})
+    half._calibrates, half._has_left_out = True, False
+    with said(logging.INFO) as lines:
+        half._requests = {"a": request}
+        assert (half._may_calibrate(LEAST), half._may_calibrate(LEAST - 1)) == (True, False)
+        half._requests |= {"b": mine}
+        assert not half._may_calibrate(LEAST - 1)
+        assert lines == [], "too short a step is not left out because of a tenant"
+        assert [half._may_calibrate(LEAST) for _ in range(2)] == [False, False]
+    [line] = lines
+    assert line.startswith("Manthan: prompts of tenants are left out of the profile that is made from traffic;")
+    half._calibrates, half._has_left_out = False, False
+    with said(logging.INFO) as lines:
+        assert not half._may_calibrate(LEAST)
+    assert lines == [], "no profile is being made"
 
 
 def configured(model: str = MODEL, **options: Any) -> Any:

@@ -4,6 +4,7 @@ import contextlib
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,6 +14,7 @@ import pytest
 from crowd import Crowd, serving
 
 from manthan.benchmarks.server import VllmServer
+from manthan.manager.listing import SessionInfo
 from manthan.vllm_hooks.http.page import FILES
 
 expect: Any = pytest.importorskip("playwright.sync_api").expect
@@ -448,8 +450,9 @@ def test_one_look_says_what_it_gives_and_costs(crowded) -> None:
     tab = crowded()
     texts = {name: tab.locator(f"[data-tile={name}]").inner_text() for name in ("saved", "quality", "sessions", "pool")}
     assert "6,000,000" in texts["saved"]
-    assert "in 40 s, 2,000 restores; 2,000,000 resident, 1,000,000 computed" in texts["saved"]
-    assert "Without Manthan 7,000,000 computed, about 3 min longer" in texts["saved"]
+    assert "in 40 s, 2,000 restores." in texts["saved"]
+    assert "2,500 returns: 1,900,000 tokens resident, 5,000,000 restored, 300,000 computed again." in texts["saved"]
+    assert "Without Manthan 5,300,000 computed again, about 2 min longer" in texts["saved"]
     assert "wht-5x" in texts["quality"]
     assert "guard: faithful. Of the tokens from the cache 63% were lossy, the others exact" in texts["quality"]
     assert "1,000 active, 3,000 idle, 6,000 cold" in texts["sessions"]
@@ -457,6 +460,30 @@ def test_one_look_says_what_it_gives_and_costs(crowded) -> None:
     figures = tab.locator("figcaption").all_inner_texts()
     assert [figure.split("\n")[0] for figure in figures] == ["Pool", "Cold store: host", "Cold store: redis"]
     assert "70%" in figures[1]
+
+
+class Calibrated(Crowd):
+    """Crowd of three sessions, with 1, 2 and no known refinements of the 2 that the codec has."""
+
+    def _state(self, asked: dict[str, Any]) -> Any:
+        state = super()._state(asked)
+        state["store"]["codec"] = "klt-8x"
+        return state
+
+    def _make(self, n: int) -> SessionInfo:
+        return replace(super()._make(n), exact=False, level=[1, 2, None][n])
+
+
+def test_a_session_says_how_many_refinements_are_left(browser) -> None:
+    with serving(Calibrated(3)) as url, browser.new_page() as tab:
+        tab.goto(f"{url}/manthan/")
+        for n, quality in enumerate(["lossy, cut to 1 of 2 refinements", "lossy", "lossy"]):
+            tab.get_by_role("button", name=f"agent-0000{n}", exact=True).first.click()
+            facts = tab.locator("#life-facts")
+            expect(facts.get_by_text("Quality", exact=True).locator("xpath=following-sibling::dd")).to_have_text(
+                quality
+            )
+            tab.keyboard.press("Escape")
 
 
 class Unjudged(Crowd):

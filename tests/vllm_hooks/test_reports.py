@@ -1,6 +1,8 @@
 """The log and the metrics of sessions with windows and states besides full attention."""
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import jobs
 import logged
@@ -23,6 +25,7 @@ from manthan.manager.events import (
     Unjudged,
 )
 from manthan.manager.session.blocks import GroupShape, MemoryShape
+from manthan.manager.session.hints import NO_HINTS
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 
 MAIN, STATE, WINDOW = 0, 1, 2
@@ -91,6 +94,33 @@ def test_a_load_that_failed_restores_nothing(told: Told) -> None:
     assert "restored 0 of 8 blocks (0 tokens) in 4 ms; the rest could not be read (checksum)" in line
     assert (told.count("restores"), told.count("restored_blocks")) == (0, 0)
     assert told.telemetry._counters["failures"] == {"checksum": 1}
+
+
+def test_the_tokens_of_returns_are_counted_by_cost() -> None:
+    """All 96 tokens of a first request are computed. Of a return's 112, the session had 100: 64 are found."""
+    talks = Talks()
+    telemetry = Telemetry(talks.manager)
+
+    def served(request_id: str, tokens: int, known: int | None, found: int, restored: int) -> None:
+        request: Any = SimpleNamespace(request_id=request_id, num_prompt_tokens=tokens, num_computed_tokens=tokens)
+        telemetry.began(request, NO_HINTS, known)
+        if restored:
+            blocks = restored // talks.manager.shape.block_tokens
+            talks.manager.events(Restored("s", blocks, blocks, 0, 9, 0.1, [], request_id))
+        telemetry.ended(request, None, found)
+
+    served("first", 96, None, 0, 0)
+    served("head of others", 96, None, 32, 32)
+    names = "returns", "return_resident_tokens", "return_restored_tokens", "return_recomputed_tokens"
+    assert [telemetry.totals[name] for name in names] == [0, 0, 0, 0]
+    served("return", 112, 100, 64, 48)
+    assert [telemetry.totals[name] for name in names] == [1, 16, 48, 36]
+    served("resident", 112, 112, 96, 0)
+    assert [telemetry.totals[name] for name in names] == [2, 112, 48, 52]
+    assert telemetry.totals["computed_tokens"] == 96 + 64 + 48 + 16
+    assert telemetry.totals["restored_tokens"] == 32 + 48
+    assert not telemetry._known
+    assert not telemetry._brought
 
 
 def test_gauges_are_of_all_groups(told: Told) -> None:

@@ -25,6 +25,7 @@ from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 from starlette.responses import Response
+from vllm.logger import init_logger
 
 from manthan.manager.config.sentences import must_be
 from manthan.manager.listing import SessionInfo, Sort
@@ -36,6 +37,8 @@ from manthan.vllm_hooks.http.models import EngineState, SessionQuery, Sessions
 from manthan.vllm_hooks.http.page import PREFIX
 from manthan.vllm_hooks.queries import METHOD, ORDER, UNKNOWN, Answer
 from manthan.vllm_hooks.transfer_config import from_vllm_config, settings_of
+
+logger = init_logger("vllm.manthan")
 
 ANSWERED_S = 30.0
 """Most seconds to wait for the engine cores. A core answers between two steps."""
@@ -237,8 +240,12 @@ async def told(parts: Mapping[str, tuple[int, Question]]) -> AsyncIterator[str]:
                         yield f"event: {name}\ndata: {found.model_dump_json()}\n\n"
             yield f"event: now\ndata: {time.time()}\n\n"
             await asyncio.sleep(EVERY_S)
-    except ApiError as error:
-        yield f"event: error\ndata: {to_json(str(error)).decode()}\n\n"
+    except Exception as error:
+        said = str(error)
+        if not isinstance(error, ApiError):
+            logger.warning("Manthan: the stream of changes ends: %s: %s", type(error).__name__, error)
+            said = "The engine's answer failed: the server's log says why."
+        yield f"event: error\ndata: {to_json(said).decode()}\n\n"
 
 
 def _errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:

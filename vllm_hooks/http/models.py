@@ -6,8 +6,9 @@ The description of a parameter or field that clients send completes the sentence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, computed_field, model_validator
 
+from manthan.codec.profile import LEVELS
 from manthan.manager.histories import HistoryEvent
 from manthan.manager.listing import SessionInfo, Sort
 from manthan.manager.session.hints import LONGEST_S, TOOL_NAME, PrintableName
@@ -104,6 +105,12 @@ class StoreState(BaseModel):
     measuring: Measuring | None = None
     tiers: list[TierState]
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def refinements(self) -> int:
+        """Number of refinements of a new block. A refinement is a part of a block that makes its KV finer."""
+        return LEVELS.get(self.codec, 0)
+
 
 class PoolState(BaseModel):
     """vLLM's KV pool. session_bytes: bytes of sessions' and requests' blocks without a compressed copy."""
@@ -120,6 +127,8 @@ class CoreState(BaseModel):
 
     totals: sums since the start. Of prompt_tokens, computed_tokens were neither in the prefix cache nor restored, and
     lossy_tokens had KV decoded by a lossy codec, or computed behind such KV. restore_ms: time of requests' restores.
+    returns: requests that continue a session. Of their prompts, return_resident_tokens were in the prefix cache,
+    return_restored_tokens were restored, and return_recomputed_tokens were known to the session and computed again.
     """
 
     now: float

@@ -120,6 +120,14 @@ def tell_progress(configured: str, blocks: int, used: str) -> None:
     logger.info(f"Manthan: codec {configured} measured on {blocks} of {FIRST_BLOCKS} blocks; {used} until then")
 
 
+def tell_left_out() -> None:
+    """Log that no profile, a codec's tables for one model, is made from the prompts of tenants."""
+    logger.info(
+        "Manthan: prompts of tenants are left out of the profile that is made from traffic; if all requests have "
+        "tenants, none is made: `manthan calibrate` makes one"
+    )
+
+
 def tell_verdict(found: "Judged") -> None:
     """Log the codec in use, and the loss on this model's KV of the codecs from the configured codec to that codec."""
     verdict = found.verdict

@@ -27,6 +27,7 @@ QUIET_S = 60.0
 TOTALS = (
     *("evictions", "restores", "prefetches", "failures", "restore_ms"),
     *("prompt_tokens", "restored_tokens", "computed_tokens", "lossy_tokens"),
+    *("returns", "return_resident_tokens", "return_restored_tokens", "return_recomputed_tokens"),
 )
 
 
@@ -47,6 +48,10 @@ class Telemetry:
         self.store_is_up = True
         self.passed: Callable[[], Sequence[float]] = tuple
         """Returns the seconds waited by each waiting request that a later request has passed."""
+        self._known: dict[str, int] = {}
+        """By id of a running request that continues a session, number of the prompt's tokens that the session had."""
+        self._brought: Counter[str] = Counter()
+        """By id of such a request, number of restored tokens."""
         self._judged: Judged | None = None
         self._measured: dict[int, int] = {}
         """By rank, number of blocks that the rank's guard, which measures codecs, has taken for the first verdict."""
@@ -66,16 +71,29 @@ class Telemetry:
 
     # -- calls of the scheduler half ------------------------------------------------------------------
 
-    def began(self, request: Request, hints: Hints) -> None:
+    def began(self, request: Request, hints: Hints, known: int | None) -> None:
+        """Note a new request.
+
+        known: number of the prompt's tokens that the request's session had; None for the first request of a session.
+        """
+        if known is not None:
+            self._known[request.request_id] = known
         if hints.given:
             self._counters["hints"].update(hints.given)
         if self.traces is not None:
             self.traces.began(request.request_id, request.trace_headers)
 
-    def ended(self, request: Request, outcome: Outcome | None, computed: int) -> None:
-        """Note the end of a request. computed: number of prompt tokens that the model has computed."""
+    def ended(self, request: Request, outcome: Outcome | None, found: int) -> None:
+        """Note the end of a request. found: number of the prompt's tokens that were resident or loaded."""
+        computed = max(0, min(request.num_prompt_tokens, request.num_computed_tokens) - found)
         self.totals["computed_tokens"] += computed
         self.totals["prompt_tokens"] += request.num_prompt_tokens
+        known, restored = self._known.pop(request.request_id, None), self._brought.pop(request.request_id, 0)
+        if known is not None:
+            self.totals["returns"] += 1
+            self.totals["return_resident_tokens"] += max(0, found - restored)
+            self.totals["return_restored_tokens"] += restored
+            self.totals["return_recomputed_tokens"] += min(computed, max(0, known - found))
         if self.traces is not None:
             self.traces.ended(request.request_id)
         if outcome is not None and outcome.refused:
@@ -165,6 +183,8 @@ class Telemetry:
             self._observations["restore_seconds"].append(event.seconds)
             self._observations["restore_bytes"].append(event.nbytes)
             self.totals["restored_tokens"] += event.good * shape.block_tokens
+            if event.request_id in self._known:
+                self._brought[event.request_id] += event.good * shape.block_tokens
             self.totals["restore_ms"] += round(1e3 * event.seconds)
         self._failed(event.causes)
         tell_restore(event, shape)

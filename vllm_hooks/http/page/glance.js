@@ -113,11 +113,13 @@ function tileOfTiers(tiers) {
   tile("used", share(used, budget), note, isFull ? "warn" : "");
 }
 
-// Prompt tokens by cost, and the number of computed tokens if none were restored.
-function tileOfReturns({ prompt_tokens: all, restored_tokens: restored, computed_tokens: computed, restore_ms: ms, restores }, each) {
+// A return is a request that continues a session. Of the tokens that the session had, some are computed again.
+function tileOfReturns(totals, each) {
+  const { return_resident_tokens: resident, return_restored_tokens: restored, return_recomputed_tokens: again } = totals;
   const instead = each ? `, about ${span(restored * each)} longer` : "";
-  tile("saved", count(restored), `in ${span(ms / 1000)}, ${plural(restores, "restore")}; ${count(Math.max(0, all - restored - computed))} resident, `
-    + `${count(computed)} computed. Without Manthan ${count(computed + restored)} computed${instead}`);
+  tile("saved", count(totals.restored_tokens), `in ${span(totals.restore_ms / 1000)}, ${plural(totals.restores, "restore")}. `
+    + `${plural(totals.returns, "return")}: ${count(resident)} tokens resident, ${count(restored)} restored, `
+    + `${count(again)} computed again. Without Manthan ${count(restored + again)} computed again${instead}`);
 }
 
 // A list drawn anew if it says something else. The focus stays where it is, by place if not by element.

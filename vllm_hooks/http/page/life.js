@@ -8,8 +8,10 @@ const IN_POOL = new Set(["turn", "restored", "prefetched"]);
 const STRIP = { width: 1000, height: 40 };
 
 export class Life {
-  constructor(steer) {
+  // refinements(): number of refinements that the codec gives to a new block.
+  constructor(steer, refinements) {
     this.dialog = byId("life");
+    this.refinements = refinements;
     this.buttons = new Buttons(steer);
     byId("life-actions").append(...this.buttons.all);
     byId("life-close").addEventListener("click", () => this.dialog.close());
@@ -46,7 +48,7 @@ export class Life {
     this.buttons.update(session);
     byId("life-actions").hidden = false;
     byId("life-title").replaceChildren(make("bdi", {}, session.id));
-    byId("life-facts").replaceChildren(...facts(session).map(([name, ...value]) =>
+    byId("life-facts").replaceChildren(...facts(session, this.refinements()).map(([name, ...value]) =>
       make("div", {}, make("dt", {}, name), make("dd", {}, ...value))));
   }
 
@@ -60,14 +62,14 @@ export class Life {
   }
 }
 
-function facts(session) {
+function facts(session, refinements) {
   const where = whereCold(session);
   return [
     ["State", mark(session.state), ` ${session.state}${session.pinned ? ", pinned" : ""}`],
     ["Tokens", `${count(session.tokens)} in ${plural(session.blocks, "block")}`],
     ["In the pool", `${bytes(session.hot_bytes)} in ${plural(session.hot_blocks, "block")}`],
     ["In the cold store", `${bytes(session.cold_bytes)} in ${plural(session.cold_blocks, "block")}${where ? `, ${where}` : ""}`],
-    ["Quality", quality(session)],
+    ["Quality", quality(session, refinements)],
     ["Age", span(Math.max(0, Math.floor(serverNow() - session.created)))],
     ["Last used", `${ago(serverNow() - session.last_used)}, ${plural(session.requests, "request")}`],
     ["Expected", session.tool ? `${expected(session)}, after ${session.tool}` : expected(session)],
@@ -76,10 +78,11 @@ function facts(session) {
   ];
 }
 
-function quality(session) {
-  const level = session.level === null ? "" : `, level ${session.level}`;
+function quality(session, refinements) {
+  const isCut = session.level !== null && session.level < refinements;
+  const cut = isCut ? `, cut to ${session.level} of ${plural(refinements, "refinement")}` : "";
   const last = session.lossy_tokens ? `, ${plural(session.lossy_tokens, "token")} of the last prompt` : "";
-  return session.exact ? "exact" : `lossy${level}${last}`;
+  return session.exact ? "exact" : `lossy${cut}${last}`;
 }
 
 function sum(events) {

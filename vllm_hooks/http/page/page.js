@@ -15,7 +15,7 @@ const HOLDS = 300; // loads of an image: about a second
 
 const told = {}; // by the server, last, by the name of the event
 const sorting = { sort: "last_used", order: "desc" };
-const life = new Life(act);
+const life = new Life(act, () => told.state.store.refinements);
 const look = (session) => life.open(session);
 const glance = new Glance(look);
 const table = new TableView(look, act, sortBy);
