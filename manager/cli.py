@@ -46,7 +46,8 @@ def _imported(name: str) -> Any:
     except ModuleNotFoundError as error:
         extra = "vllm" if error.name in ("torch", "vllm") else "bench"
         group = _refusing(
-            f"manthan {name} needs {error.name}, which is not installed: pip install 'manthan-kv[{extra}]'"
+            f"manthan {name} needs {error.name}, which is not installed: pip install '.[{extra}]' in a clone of the "
+            "repository"
         )
     except ImportError as error:
         group = _refusing(f"manthan {name} cannot be imported: {error}")

@@ -1,4 +1,4 @@
-"""After `pip install manthan-kv` and no more: an environment with the wheel and what it declares, nothing else."""
+"""After `pip install .` and no more: an environment with the wheel and what it declares, nothing else."""
 
 import os
 import subprocess
@@ -96,13 +96,16 @@ def test_a_command_of_an_extra_says_which(bare: Bare, args: list[str]) -> None:
     result = bare.manthan(*args)
     assert result.returncode == 1
     assert result.stdout == ""
-    assert result.stderr == f"manthan {args[0]} needs httpx, which is not installed: pip install 'manthan-kv[bench]'\n"
+    how = "pip install '.[bench]' in a clone of the repository"
+    assert result.stderr == f"manthan {args[0]} needs httpx, which is not installed: {how}\n"
 
 
 def test_doctor_says_that_vllm_is_missing(bare: Bare) -> None:
     result = bare.manthan("doctor")
     assert result.returncode == 1
-    assert "it is not installed: pip install 'manthan-kv[vllm]'" in " ".join(result.stdout.split())
+    said = " ".join(result.stdout.split())
+    assert "it is not installed: pip install '.[vllm]' (vllm" in said
+    assert ") in a clone of the repository." in said
     assert result.stderr == ""
 
 

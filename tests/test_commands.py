@@ -97,13 +97,18 @@ def test_fences_say_what_they_hold(path: Path) -> None:
 def test_it_is_run_or_it_is_said_why_not(command: Command) -> None:
     known = has_a_test_or_a_reason(command) or entry("run", command) is not None
     known = known or is_served(command) or is_mention(command)
-    if first(command) == "pytest":
-        (REPO / command.words[1].split("::")[0]).resolve(strict=True)
-        known = True
-    assert known or runs_alone(command), (
+    assert known or runs_alone(command) or first(command) == "pytest", (
         f"{command}: nothing runs this. Add it to `run`, `tested` or `elsewhere` in tests/commands.yaml, or write "
         "`# needs a GPU` behind it."
     )
+
+
+@pytest.mark.parametrize("command", [one for one in FOUND if first(one) == "pytest"], ids=str)
+def test_what_pytest_is_given_exists(command: Command) -> None:
+    """Also where it needs a GPU: all files and folders."""
+    paths = [word.partition("::")[0] for word in command.words if word.startswith("tests")]
+    assert paths
+    assert [path for path in paths if not (REPO / path).exists()] == []
 
 
 @pytest.mark.parametrize("table", ["run", "tested", "elsewhere"])

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,8 @@ REDIS = (REPO / "docs" / "redis.md").read_text(encoding="utf-8")
 HINTS = (REPO / "docs" / "hints.md").read_text(encoding="utf-8")
 TROUBLE = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 README = (REPO / "README.md").read_text(encoding="utf-8")
+MOST_OF_README, MOST_LINES = 150, 3000
+MOST_BYTES = 20_000_000
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -152,6 +155,21 @@ def test_what_is_quoted_from_the_log_is_in_the_code(line: str) -> None:
     pieces = [piece for piece in pieces if len(piece) > 3]
     assert pieces
     assert [piece for piece in pieces if piece not in LOGGED] == []
+
+
+def test_nobody_has_to_read_too_much() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (REPO / "docs").glob("*.md")]
+    assert len(README.splitlines()) <= MOST_OF_README
+    assert sum(len(text.splitlines()) for text in [README, *texts]) <= MOST_LINES
+
+
+def test_a_clone_is_small() -> None:
+    """All files of the last commit, not compressed."""
+    if not (REPO / ".git").exists():
+        pytest.skip("this is not a clone")
+    listed = subprocess.check_output(["git", "ls-tree", "-rl", "HEAD"], cwd=REPO, text=True).splitlines()
+    sizes = [line.split(maxsplit=4)[3] for line in listed]
+    assert sum(int(size) for size in sizes if size != "-") < MOST_BYTES
 
 
 def test_each_guarantee_names_a_test() -> None:

@@ -35,6 +35,18 @@ def test_every_document_is_a_page(site: Path) -> None:
         assert (folder / name / "index.html").is_file(), path
 
 
+def test_a_language_model_is_told_of_every_document(site: Path) -> None:
+    """llms.txt by llmstxt.org: a title, a sentence, and sections of links, each with what is there."""
+    text = (site / "llms.txt").read_text(encoding="utf-8")
+    assert re.match(r"# Manthan\n\n> [^\n]+\.\n\n", text)
+    sections = re.findall(r"^## .+\n\n((?:- .+\n)+)", text, re.MULTILINE)
+    told = re.findall(r"^- \[[^]]+\]\(([^)]+)\): .+\.$", "".join(sections), re.MULTILINE)
+    assert len(told) == text.count("\n- ")
+    assert all((site / link / "index.html").is_file() for link in re.findall(r"\]\(([^)]+)\)", text))
+    pages = {f"{path.stem}/" for path in (REPO / "docs").glob("*.md")} - {"README/"}
+    assert pages <= set(told)
+
+
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     """But for links that a reader follows."""
     pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("index.html")}

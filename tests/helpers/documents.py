@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 REPO = Path(__file__).parents[2]
 PROGRAMS = (
-    *("cd", "curl", "docker", "for", "git", "head", "helm", "kubectl", "make", "manthan", "openssl", "pip", "printf"),
-    *("promtool", "pytest", "python", "redis-cli", "redis-server", "systemctl", "ulimit", "vllm"),
+    *("aiperf", "apt", "cd", "curl", "docker", "for", "git", "head", "helm", "kubectl", "make", "manthan"),
+    *("openssl", "pip", "printf", "promtool", "pytest", "python", "redis-cli", "redis-server", "systemctl", "ulimit"),
+    *("vllm", "xz"),
 )
 ON_A_GPU = re.compile(r"\bon a gpu$", re.IGNORECASE)
 NEEDS_A_GPU = "needs a GPU"

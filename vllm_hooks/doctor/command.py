@@ -133,7 +133,8 @@ def _versions() -> Iterator[Finding]:
         found = version("vllm")
         check_version(found)
     except PackageNotFoundError:
-        yield Finding("vLLM", Grade.WRONG, f"it is not installed: pip install 'manthan-kv[vllm]' (vllm{VLLM}).")
+        how = f"pip install '.[vllm]' (vllm{VLLM}) in a clone of the repository"
+        yield Finding("vLLM", Grade.WRONG, f"it is not installed: {how}.")
     except ConfigError as error:
         yield Finding("vLLM", Grade.WRONG, str(error))
     else:
