@@ -120,7 +120,7 @@ function tileOfReturns({ prompt_tokens: all, restored_tokens: restored, computed
     + `${count(computed)} computed. Without Manthan ${count(computed + restored)} computed${instead}`);
 }
 
-// A list drawn anew if it says something else. The focus stays where it is, by place if not by element.
+// A list drawn anew if it says something else. The focus stays where it is, by index if not by element.
 function replaceList(list, lines, nothing) {
   const told = lines.length ? lines : [make("li", { class: "dim" }, nothing)];
   const says = (some) => some.map((line) => line.textContent).join("\n");
