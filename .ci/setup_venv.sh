@@ -49,7 +49,7 @@ pip_install "setuptools>=77" wheel
 .ci/build_wheel.sh "$venv" "$wheels"
 pip_install "$(echo "$wheels"/manthan_kv-*.whl)[cpu,dev]"
 
-# Packages built for CUDA torch cannot be imported beside CPU torch, and vLLM and Transformers do without them.
+# Packages built for CUDA torch cannot be imported with CPU torch, and vLLM and Transformers do without them.
 if ! "$python" -c 'import torchvision' 2>/dev/null; then
     say "removing torchvision, torchaudio and torchcodec: they are not built for this torch"
     "$python" -m pip uninstall -qq -y torchvision torchaudio torchcodec

@@ -143,17 +143,17 @@ def measure(work: Work, meter: Meter) -> Iterator[GpuResult]:
     paged = {K3v3Preset: K3v3PagedCodec, KltPreset: KltPagedCodec, WhtPreset: WhtPagedCodec}
     codec = paged[type(PRESETS[work.codec])](layout, format)
     room = codec.form(0).nbytes
-    codes = torch.empty(blocks * room, dtype=torch.uint8, device="cuda")
+    buffer = torch.empty(blocks * room, dtype=torch.uint8, device="cuda")
     ids = torch.randperm(blocks).tolist()
     keys_of = [i.to_bytes(32, "big") for i in range(blocks)]
     places = (torch.randperm(blocks) * room).tolist()
     batch = codec.batch(0, keys_of, ids, [TOKENS * i for i in ids], places)
-    codec.encode(batch, codes)
+    codec.encode(batch, buffer)
     n, encoded = blocks * 2 * layers * heads * TOKENS, int(batch.nbytes.sum())
     both = n * 2 * head_dim + encoded
     for operation, moved in (("encode", both), ("verify", encoded), ("decode", both)):
         yield meter.result(
-            work, operation, n, moved, lambda operation=operation: getattr(codec, operation)(batch, codes)
+            work, operation, n, moved, lambda operation=operation: getattr(codec, operation)(batch, buffer)
         )
 
 

@@ -154,10 +154,10 @@ class Return:
 
 @dataclass(frozen=True)
 class Memory:
-    """MiB while all chats are cold. hot: the chats' blocks as bf16. codes: compressed blocks. pool: vLLM's KV pool."""
+    """MiB while all chats are cold. hot: the chats' blocks as bf16. compressed: their size in tiers. pool: vLLM's."""
 
     hot: float
-    codes: float
+    compressed: float
     pool: float
 
 
@@ -202,9 +202,9 @@ def measure(server: VllmServer, chats: list[Chat]) -> Memory:
     """Wait until Manthan's metrics show that all blocks of the chats are saved, and return the memory."""
     server.wait_for(lambda: server.metrics().get("vllm:manthan_hot_bytes") == 0, 10, "report that all chats are cold")
     metrics = server.metrics()
-    codes = metrics["vllm:manthan_cold_bytes"] / 2**20
-    hot = codes * metrics["vllm:manthan_compression_ratio"]
-    return Memory(hot, codes, hot / metrics["vllm:manthan_encoded_blocks_total"] * POOL_BLOCKS)
+    compressed = metrics["vllm:manthan_cold_bytes"] / 2**20
+    hot = compressed * metrics["vllm:manthan_compression_ratio"]
+    return Memory(hot, compressed, hot / metrics["vllm:manthan_encoded_blocks_total"] * POOL_BLOCKS)
 
 
 def run_plain(chats: list[Chat]) -> list[Return]:
@@ -279,7 +279,7 @@ def verdict(with_manthan: list[Return], plain: list[Return], memory: Memory) -> 
         f"{right} of {len(with_manthan)} answers right, {restored / full:.1%} of full blocks restored ({restored} of "
         f"{full}, never less than {least:.0%} of a chat); median time to first token {ours * 1e3:.0f} ms against "
         f"{theirs * 1e3:.0f} ms without Manthan ({factor}); {memory.hot:.1f} MiB of KV waited as "
-        f"{memory.codes:.1f} MiB of compressed blocks, with a pool of {memory.pool:.1f} MiB."
+        f"{memory.compressed:.1f} MiB of compressed blocks, with a pool of {memory.pool:.1f} MiB."
     )
     return not failures, f"{'FAILED, ' + '; '.join(failures) if failures else 'Passed'}: {line}"
 

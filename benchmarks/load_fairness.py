@@ -21,7 +21,7 @@ from manthan.benchmarks.load_chats import Made
 from manthan.benchmarks.load_report import COMPACT
 from manthan.manager.config.model import ManthanConfig
 
-FITS, STRANGERS, OUTGROWS = "fits", "strangers", "outgrows"
+FITS, ONE_TURN, OUTGROWS = "fits", "one-turn", "outgrows"
 ARMS = "plain,host-arrival,host"
 FIRST, BETWEEN = "first token", "between tokens"
 QUANTILES = {"p50": 0.50, "p99": 0.99}
@@ -32,7 +32,7 @@ TOGETHER_MS = 0.5
 def three_loads(made: Made, pool_blocks: int, block_size: int, positions: int) -> dict[str, Made]:
     """Return three loads with about as many requests as `made`, in the same time, by name.
 
-    FITS: chats that fit the pool together, with the number of turns that makes most requests. STRANGERS: chats of one
+    FITS: chats that fit the pool together, with the number of turns that makes most requests. ONE_TURN: chats of one
     turn. OUTGROWS: the chats of `made`, which do not fit the pool together.
 
     Args:
@@ -53,7 +53,7 @@ def three_loads(made: Made, pool_blocks: int, block_size: int, positions: int) -
     pause_s = (span_s - made.arrive_s) / (turns - 1)
     return {
         FITS: replace(made, chats=fitting(turns), turns=turns, think_s=pause_s),
-        STRANGERS: replace(made, chats=requests, turns=1, arrive_s=span_s),
+        ONE_TURN: replace(made, chats=requests, turns=1, arrive_s=span_s),
         OUTGROWS: made,
     }
 
@@ -105,7 +105,7 @@ def rows(report: dict[str, Any]) -> Iterator[Row]:
     """Yield a row for each load, kind of time and arm but plain vLLM. Only repeats whose seed plain vLLM has count."""
     plain = {run["seed"]: run for run in report["runs"] if run["arm"] == PLAIN}
     arms = dict.fromkeys(run["arm"] for run in report["runs"] if run["arm"] != PLAIN)
-    for load in (FITS, STRANGERS, OUTGROWS):
+    for load in (FITS, ONE_TURN, OUTGROWS):
         for what in (FIRST, BETWEEN):
             for arm in arms:
                 runs = [run for run in report["runs"] if run["arm"] == arm and run["seed"] in plain]
@@ -200,7 +200,7 @@ def draw(report: dict[str, Any]) -> Any:
     arms = list(dict.fromkeys(run["arm"] for run in report["runs"]))
     colors = {arm: GREYS[0] if arm == PLAIN else COLORS[at % len(COLORS)] for at, arm in enumerate(arms, -1)}
     for line, what in zip(axes, (FIRST, BETWEEN), strict=True):
-        for axis, load in zip(line, (FITS, STRANGERS, OUTGROWS), strict=True):
+        for axis, load in zip(line, (FITS, ONE_TURN, OUTGROWS), strict=True):
             for arm in arms:
                 found = np.sort([one for run in report["runs"] if run["arm"] == arm for one in times(run, load, what)])
                 if len(found):

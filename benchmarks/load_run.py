@@ -127,7 +127,7 @@ def in_parts(options: Namespace, served: Served, load: Load) -> Load:
     blocks, most = memory_of(options, served, load).pool_blocks, served.shape.positions - SPARE_POSITIONS
     parts = load_fairness.three_loads(replace(made_of(options, served.on_gpu), seed=0), blocks, served.block_size, most)
     longest = max(made.longest for made in parts.values()) + SPARE_POSITIONS
-    chats = chats_of(parts[load_fairness.STRANGERS], served)
+    chats = chats_of(parts[load_fairness.ONE_TURN], served)
     return Load(chats, longest, load.about | {"loads": {name: asdict(made) for name, made in parts.items()}}, parts)
 
 

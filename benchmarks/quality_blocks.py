@@ -77,7 +77,7 @@ class CodedPrefix:
             first = number * self._block_size
             keys, values = (x[:, :, first : first + self._block_size] for x in self._kv)
             key = number.to_bytes(4, "little")
-            codes = self._format.encode(keys, values, key=key, first_token=first, exact=exact)
-            keys, values = self._format.decode(codes, key=key)
-            self._blocks[which] = Returned(keys, values, codes.nbytes)
+            encoded = self._format.encode(keys, values, key=key, first_token=first, exact=exact)
+            keys, values = self._format.decode(encoded, key=key)
+            self._blocks[which] = Returned(keys, values, encoded.nbytes)
         return self._blocks[which]

@@ -26,7 +26,7 @@ Numbers = npt.NDArray[Any]
 """Numbers of the KV cache: float16, float32, uint16 with bf16 bits, uint8 with fp8 bits, or any bytes."""
 Positions = npt.NDArray[np.int64]
 """[tokens]: position of each token in its session, from 0."""
-Codes = npt.NDArray[np.uint8]
+ByteArray = npt.NDArray[np.uint8]
 """[nbytes]: bytes of an encoded section, or of a whole compressed block."""
 
 
@@ -42,7 +42,7 @@ class SectionKind(IntEnum):
     KEYS = 1
     VALUES = 2
     BOTH = 3  # keys, and then values
-    RAW = 5  # recurrent states, or opaque bytes of the KV cache: a whole block, or `BlockShape.beside`
+    RAW = 5  # recurrent states, or opaque bytes of the KV cache: a whole block, or `BlockShape.opaque`
     LATENT = 6  # latents of MLA, cut into pieces that stand for heads; encoded like keys without RoPE
 
 
@@ -149,7 +149,7 @@ class Codec(ABC):
         return self.max_nbytes(section)
 
     @abstractmethod
-    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: ByteArray) -> int:
         """Encode a section, without refinements, into the first bytes of `out`. Return the number of bytes written.
 
         Args:
@@ -160,18 +160,20 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        """Return the numbers, of the section's `shape` and dtype. codes: exactly the bytes that `encode` wrote.
+    def decode(self, encoded: ByteArray, section: Section, positions: Positions) -> Numbers:
+        """Return the numbers, of the section's `shape` and dtype. encoded: exactly the bytes that `encode` wrote.
 
         Raises: SizeError for an impossible length; another CodecError for damaged bytes.
         """
 
-    def encode_parts(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> tuple[int, list[Codes]]:
+    def encode_parts(
+        self, x: Numbers, section: Section, positions: Positions, out: ByteArray
+    ) -> tuple[int, list[ByteArray]]:
         """Encode the base like `encode`. Return its number of bytes, and each refinement's bytes, coarsest first."""
         return self.encode(x, section, positions, out), []
 
     def decode_parts(
-        self, codes: Codes, refinements: Sequence[Codes], section: Section, positions: Positions
+        self, encoded: ByteArray, refinements: Sequence[ByteArray], section: Section, positions: Positions
     ) -> Numbers:
         """Decode the base and `refinements`, coarsest first. The last refinements are missing if the block was cut."""
-        return self.decode(codes, section, positions)
+        return self.decode(encoded, section, positions)

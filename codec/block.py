@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, SectionKind
+from manthan.codec.base import ByteArray, Codec, Dtype, Numbers, Positions, Section, SectionKind
 from manthan.codec.cpu.exact import EXACT
 from manthan.codec.cpu.numbers import Floats, Fp8Codec, as_floats
 from manthan.codec.cpu.state import STATE_CODECS
@@ -38,7 +38,7 @@ class Scales:
         piece: count of numbers in a piece, which have a common scale.
         nbytes: bytes of a scale: 4 for float32, 1 for float32's exponent alone.
         stride: bytes from a token's scales to the next token's, in the array that has the scales.
-        place: index of that array in `BlockShape.arrays`: 0 for RoPE's part, 2 for `BlockShape.beside`.
+        place: index of that array in `BlockShape.arrays`: 0 for RoPE's part, 2 for `BlockShape.opaque`.
         rope_at: byte offset of the bf16 numbers in RoPE's part of a token.
     """
 
@@ -67,7 +67,7 @@ class BlockShape:
     dtype: UINT8 stands for opaque bytes. They take the position of the keys, and there are no values.
     latent: count of numbers in a token's latent in a layer (MLA); 0 without latents. With a latent, `heads` is 1, and
     `head_dim` is the count of numbers in RoPE's part.
-    beside: shape of further opaque bytes: of layers that no lossy codec can encode, or scales of latents; or None.
+    opaque: shape of further opaque bytes: of layers that no lossy codec can encode, or scales of latents; or None.
     scales: layout of the scales of fp8 latents, if each token has scales. RoPE's part is then bytes: bf16 numbers, and
     the scales if `Scales.place` is 0.
     """
@@ -78,14 +78,14 @@ class BlockShape:
     head_dim: int
     dtype: Dtype = Dtype.BFLOAT16
     latent: int = 0
-    beside: "BlockShape | None" = None
+    opaque: "BlockShape | None" = None
     scales: Scales | None = None
 
     @cached_property
     def arrays(self) -> tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]:
-        """Shape and dtype of a block's arrays: keys or RoPE's part, values or latents, and any bytes of `beside`."""
+        """Shape and dtype of a block's arrays: keys or RoPE's part, values or latents, and any bytes of `opaque`."""
         own = [(self.numbers, self.dtype.numpy), (self.value_numbers, self.dtype.numpy)]
-        return tuple(own) if self.beside is None else (*own, self.beside.arrays[0])
+        return tuple(own) if self.opaque is None else (*own, self.opaque.arrays[0])
 
     @cached_property
     def nbytes(self) -> int:
@@ -158,7 +158,7 @@ def piece_dim(latent: int) -> int:
 def sections(codec: str, shape: BlockShape, exact: int, first_head: int = 0) -> tuple[Section, ...]:
     """Return the sections of a block: the first `exact` tokens are kept exact, and `codec` encodes the other tokens.
 
-    RoPE's part of MLA is exact for all tokens. The bytes of `shape.beside` come first. A block of opaque bytes is a
+    RoPE's part of MLA is exact for all tokens. The bytes of `shape.opaque` come first. A block of opaque bytes is a
     single section, kept exact unless `codec` is a codec of recurrent states.
 
     Args:
@@ -174,8 +174,8 @@ def sections(codec: str, shape: BlockShape, exact: int, first_head: int = 0) -> 
         of_block = (codec, shape.layers, end - first_token, heads, dim, shape.dtype, 0)
         return Section(kind, *of_block, first_token, first_head)
 
-    if shape.beside is not None:
-        return (*sections(EXACT, shape.beside, 0), *sections(codec, replace(shape, beside=None), exact, first_head))
+    if shape.opaque is not None:
+        return (*sections(EXACT, shape.opaque, 0), *sections(codec, replace(shape, opaque=None), exact, first_head))
     if shape.is_raw:
         return (section(SectionKind.RAW, codec if codec in STATE_CODECS.values() else EXACT, 0, shape.tokens),)
     if shape.latent:
@@ -224,8 +224,8 @@ class BlockFormat:
             self._codecs[codec] = Fp8Codec(self._codecs[codec])
 
     def without_bytes(self) -> "BlockFormat":
-        """Return the format of the same blocks without the bytes of `shape.beside`."""
-        shape = replace(self.shape, beside=None)
+        """Return the format of the same blocks without the bytes of `shape.opaque`."""
+        shape = replace(self.shape, opaque=None)
         return BlockFormat(self.codec, shape, self.fingerprint, self.group, self.facts, self.first_head)
 
     def warm_up(self, exacts: Sequence[int] = (0,)) -> None:
@@ -258,7 +258,7 @@ class BlockFormat:
         coded = block_nbytes(self.header(b"", 0, exact), sizes)
         return min(coded, self._whole_nbytes) if self._may_be_whole(exact) else coded
 
-    def codes_vary(self, exact: int) -> bool:
+    def sizes_vary(self, exact: int) -> bool:
         """True if blocks with `exact` exact tokens may differ in size."""
         return any(self._codecs[section.codec].varies for section in sections(self.codec, self.shape, exact))
 
@@ -290,11 +290,11 @@ class BlockFormat:
 
     def _heads_of(self, header: BlockHeader) -> tuple[int, int]:
         """Return a block's first head and count of heads. Blocks with latents or opaque bytes have all heads."""
-        if header.sections and not (self.shape.latent or self.shape.is_raw or self.shape.beside):
+        if header.sections and not (self.shape.latent or self.shape.is_raw or self.shape.opaque):
             return header.sections[0].first_head, header.sections[0].heads
         return self.first_head, self.shape.heads
 
-    def encode(self, *numbers: Numbers, key: bytes, first_token: int, exact: int, mark: int = 0) -> Codes:
+    def encode(self, *numbers: Numbers, key: bytes, first_token: int, exact: int, mark: int = 0) -> ByteArray:
         """Return the compressed block.
 
         Args:
@@ -317,12 +317,12 @@ class BlockFormat:
             exact = self.shape.tokens
         return self._encode(numbers, key, first_token, exact, mark)
 
-    def _encode(self, numbers: Sequence[Numbers], key: bytes, first_token: int, exact: int, mark: int) -> Codes:
+    def _encode(self, numbers: Sequence[Numbers], key: bytes, first_token: int, exact: int, mark: int) -> ByteArray:
         """Encode with exactly `exact` exact tokens."""
         header = self.header(key, first_token, exact, mark)
         limits = self.max_sizes(exact)
         block = np.empty(block_nbytes(header, limits), np.uint8)
-        sizes, refinements = list[int](), list[Codes]()
+        sizes, refinements = list[int](), list[ByteArray]()
         at = header.nbytes
         for section, limit in zip(header.sections, limits, strict=True):
             part, positions = _part(numbers, section), _positions(header, section)
@@ -360,10 +360,10 @@ class BlockFormat:
     def _decode(self, block: EncodedBlock) -> tuple[Numbers, ...]:
         arrays = self.shape.arrays
         found: list[list[Numbers]] = [[] for _ in arrays]
-        for section, codes in zip(block.header.sections, block.payloads, strict=True):
+        for section, encoded in zip(block.header.sections, block.payloads, strict=True):
             kept = [parts[0] if parts else np.empty(0) for parts in found]
             codec, positions = self._codec_of(section, kept), _positions(block.header, section)
-            x = codec.decode_parts(codes, block.refinements, section, positions)
+            x = codec.decode_parts(encoded, block.refinements, section, positions)
             places = _places(section, len(arrays))
             for place, part in zip(places, x if len(places) > 1 else [x], strict=True):
                 found[place].append(part)
@@ -402,7 +402,7 @@ class BlockFormat:
 def _places(section: Section, arrays: int) -> tuple[int, ...]:
     """Return the indices of the arrays that hold a section's numbers. arrays: count of the block's arrays.
 
-    Bytes of `BlockShape.beside` are the third array. In a block of opaque bytes alone the bytes are the first array.
+    Bytes of `BlockShape.opaque` are the third array. In a block of opaque bytes alone the bytes are the first array.
     """
     if section.kind is SectionKind.RAW:
         return (2,) if arrays > 2 else (0,)

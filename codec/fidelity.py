@@ -131,9 +131,9 @@ def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -
     places, seconds = [], 0.0
     for sample in samples:
         skipped = 0 if whole else sample.exact
-        codes = format.encode(*sample.arrays, key=b"", first_token=sample.first_token, exact=sample.exact)
+        encoded = format.encode(*sample.arrays, key=b"", first_token=sample.first_token, exact=sample.exact)
         began = time.perf_counter()
-        back = format.decode(codes, key=b"")
+        back = format.decode(encoded, key=b"")
         seconds += time.perf_counter() - began
         numbers = *format.shape.floats(sample.arrays), *format.shape.floats(back)
         pieces.append(tuple(x[:, :, skipped:] for x in numbers))

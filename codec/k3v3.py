@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Codec, Codes, Numbers, Positions, Section, check_head_dim
+from manthan.codec.base import ByteArray, Codec, Numbers, Positions, Section, check_head_dim
 from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, check_finite
 from manthan.codec.errors import NonFiniteError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
@@ -77,32 +77,32 @@ class K3v3Codec(Codec):
         n = math.prod(section.shape[:-1])
         return align16(2 * n) + align16(n * BITS * section.head_dim // 8)
 
-    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: ByteArray) -> int:
         """Raises NonFiniteError."""
         vectors = as_floats(x).reshape(-1, section.tokens, section.head_dim)
         n = vectors[..., 0].size
-        codes = out[: self.max_nbytes(section)]
-        codes[:] = 0
+        encoded = out[: self.max_nbytes(section)]
+        encoded[:] = 0
         check_finite(vectors)
         scales, planes = _encoded(vectors)
-        codes[: 2 * n], codes[align16(2 * n) :][: planes.size] = scales.astype("<u2").view(np.uint8), planes.ravel()
-        return codes.size
+        encoded[: 2 * n], encoded[align16(2 * n) :][: planes.size] = scales.astype("<u2").view(np.uint8), planes.ravel()
+        return encoded.size
 
-    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
+    def decode(self, encoded: ByteArray, section: Section, positions: Positions) -> Numbers:
         """Raises SizeError; NonFiniteError for a scale that is infinite or a NaN."""
         n, dim = math.prod(section.shape[:-1]), section.head_dim
-        if codes.size != self.max_nbytes(section):
-            raise SizeError(f"{codes.size} bytes do not encode {section}: {self.max_nbytes(section)} do.")
-        scales = codes[: 2 * n].copy().view("<u2").astype(np.uint32) << np.uint32(16)
+        if encoded.size != self.max_nbytes(section):
+            raise SizeError(f"{encoded.size} bytes do not encode {section}: {self.max_nbytes(section)} do.")
+        scales = encoded[: 2 * n].copy().view("<u2").astype(np.uint32) << np.uint32(16)
         infinite = (scales & EXPONENT) == EXPONENT
         if infinite.any():
             bad = int(infinite.argmax())
             raise NonFiniteError(f"the scale of vector {bad} is not finite: the block is damaged.")
-        planes = codes[align16(2 * n) :][: n * BITS * dim // 8].reshape(-1, section.tokens, BITS, dim // 8)
+        planes = encoded[align16(2 * n) :][: n * BITS * dim // 8].reshape(-1, section.tokens, BITS, dim // 8)
         return as_numbers(_decoded(scales.view(np.float32), planes).reshape(section.shape), section.dtype)
 
 
-def _encoded(x: Floats) -> tuple[npt.NDArray[np.uint16], Codes]:
+def _encoded(x: Floats) -> tuple[npt.NDArray[np.uint16], ByteArray]:
     """Return scales, bf16 bits [n], and planes [n, BITS, head_dim / 8] of n finite vectors [-1, tokens, head_dim]."""
     from manthan.codec.cpu import numba_kernels as kernels
 
@@ -124,7 +124,7 @@ def _encoded(x: Floats) -> tuple[npt.NDArray[np.uint16], Codes]:
     return scales.ravel(), np.packbits(digits, axis=2, bitorder="little")
 
 
-def _decoded(scales: Floats, planes: Codes) -> Floats:
+def _decoded(scales: Floats, planes: ByteArray) -> Floats:
     """Undo `_encoded`. scales: float32. planes: [-1, tokens, BITS, head_dim / 8]. Returns [-1, tokens, head_dim]."""
     from manthan.codec.cpu import numba_kernels as kernels
 

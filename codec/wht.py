@@ -62,7 +62,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, check_head_dim
+from manthan.codec.base import ByteArray, Codec, Dtype, Numbers, Positions, Section, check_head_dim
 from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, fold
 from manthan.codec.cpu.rans import (
     MOST_DOUBLINGS,
@@ -183,7 +183,7 @@ class WhtCodec(Codec):
         bits = _expected(float(self._key_step if parts.are_keys else self._value_step))
         return parts.end + section.layers * row_front(numbers) + -(-section.layers * numbers * bits // (8 * UNIT))
 
-    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: ByteArray) -> int:
         """Raises NonFiniteError, also for magnitudes of 2**LIMIT and more."""
         self._check(x, section)
         parts, limit = Parts.of(section), self.max_nbytes(section)
@@ -202,24 +202,24 @@ class WhtCodec(Codec):
         out[:START] = (VERSION, doublings, 0, 0)
         return parts.end + nbytes
 
-    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
+    def decode(self, encoded: ByteArray, section: Section, positions: Positions) -> Numbers:
         """Raises SizeError, DamagedError; NonFiniteError for a negative or too large step."""
         limit, parts = self.max_nbytes(section), Parts.of(section)
-        if not parts.end <= codes.size <= limit:
-            raise SizeError(f"{codes.size} bytes do not encode {section}: {parts.end} to {limit} do.")
-        doublings = check_front(codes, section.codec, MOST_DOUBLINGS)
-        chosen = codes[parts.tables]
+        if not parts.end <= encoded.size <= limit:
+            raise SizeError(f"{encoded.size} bytes do not encode {section}: {parts.end} to {limit} do.")
+        doublings = check_front(encoded, section.codec, MOST_DOUBLINGS)
+        chosen = encoded[parts.tables]
         if (chosen >= len(TABLES)).any():
             raise DamagedError("a run's index of a table is out of range: the block is damaged.")
-        whole = self._coder.read(codes[parts.end :], _rows(chosen, section, doublings))
+        whole = self._coder.read(encoded[parts.end :], _rows(chosen, section, doublings))
         q = whole.reshape(parts.runs, section.head_dim, section.tokens)
         if parts.are_keys:
-            made = self._keys_back(q, section, positions, parts, codes, doublings)
+            made = self._keys_back(q, section, positions, parts, encoded, doublings)
         else:
-            made = self._values_back(q, section, parts, codes, doublings)
+            made = self._values_back(q, section, parts, encoded, doublings)
         return made.reshape(section.shape)
 
-    def _keys(self, x: Numbers, section: Section, positions: Positions, parts: Parts, out: Codes) -> Integers:
+    def _keys(self, x: Numbers, section: Section, positions: Positions, parts: Parts, out: ByteArray) -> Integers:
         """Return the whole numbers q of all runs, [runs, head_dim, tokens]; write the steps and means into `out`."""
         kernels, bf16 = self._kernels(), x.dtype == np.uint16
         ordered = np.require(x if self._order is None else x[:, :, self._order], requirements=["C", "A"])
@@ -245,7 +245,7 @@ class WhtCodec(Codec):
         y -= (_whole(means, steps, MOST_STEPS) * steps[:, None])[:, :, None]
         return _divided(y, steps[:, None, None])
 
-    def _values(self, x: Numbers, parts: Parts, out: Codes) -> Integers:
+    def _values(self, x: Numbers, parts: Parts, out: ByteArray) -> Integers:
         kernels, floats = self._kernels(), np.require(as_floats(x), requirements=["C", "A"])
         y, energies = kernels.rotated(floats, self._rotation.weights, self._rotation.blocks)
         steps = np.sqrt(energies) * self._rotation.root * self._value_step
@@ -255,14 +255,14 @@ class WhtCodec(Codec):
         return q
 
     def _keys_back(
-        self, q: Integers, section: Section, positions: Positions, parts: Parts, codes: Codes, doublings: int
+        self, q: Integers, section: Section, positions: Positions, parts: Parts, encoded: ByteArray, doublings: int
     ) -> Numbers:
-        kernels, mean_steps = self._kernels(), codes[parts.steps].view("<u2")
-        rounded = codes[parts.row_steps].view("<u2")
+        kernels, mean_steps = self._kernels(), encoded[parts.steps].view("<u2")
+        rounded = encoded[parts.row_steps].view("<u2")
         _check_steps(mean_steps, STEP_END, "mean step")
         _check_steps(rounded, ROW_STEP_END)
         steps = np.repeat(as_floats(rounded), section.heads)
-        code = _unpack(codes[parts.means].reshape(parts.runs, MEAN_BITS, -1))
+        code = _unpack(encoded[parts.means].reshape(parts.runs, MEAN_BITS, -1))
         whole = _whole(code * as_floats(mean_steps)[:, None], steps, MOST_STEPS).astype(np.int16)
         if doublings:
             q <<= doublings
@@ -278,8 +278,8 @@ class WhtCodec(Codec):
             made[:, :, self._order] = ordered
         return made if dtype == section.dtype.numpy else as_numbers(made, section.dtype)
 
-    def _values_back(self, q: Integers, section: Section, parts: Parts, codes: Codes, doublings: int) -> Numbers:
-        scales = from_bytes(codes[parts.scales].reshape(parts.runs, 1 + section.tokens))
+    def _values_back(self, q: Integers, section: Section, parts: Parts, encoded: ByteArray, doublings: int) -> Numbers:
+        scales = from_bytes(encoded[parts.scales].reshape(parts.runs, 1 + section.tokens))
         _check_steps(scales)
         steps = np.minimum(as_floats(scales) * np.float32(1 << doublings), LARGEST_BF16)
         x = self._kernels().unrotated(q, steps, self._rotation.weights, self._rotation.blocks)
@@ -323,17 +323,17 @@ def halves(rope: Rope | None, head_dim: int) -> npt.NDArray[np.int64] | None:
     return order
 
 
-def to_bytes(scales: npt.NDArray[np.uint16]) -> Codes:
+def to_bytes(scales: npt.NDArray[np.uint16]) -> ByteArray:
     """Return bf16 scales [runs, tokens], finite and not negative, as octaves and bytes, [runs, 1 + tokens]."""
     short = np.minimum((scales.astype(np.int32) + 4) >> 3, SCALE_MAX)
     octaves = np.maximum(short.max(axis=1, keepdims=True) >> 4, 15) - 15
-    codes: Codes = np.concatenate([octaves, np.maximum(short - 16 * octaves, 0)], axis=1).astype(np.uint8)
-    return codes
+    encoded: ByteArray = np.concatenate([octaves, np.maximum(short - 16 * octaves, 0)], axis=1).astype(np.uint8)
+    return encoded
 
 
-def from_bytes(codes: Codes) -> npt.NDArray[np.uint16]:
+def from_bytes(encoded: ByteArray) -> npt.NDArray[np.uint16]:
     """Undo `to_bytes`. Bytes that stand for more than the largest finite scale give infinity."""
-    octaves, steps = codes[:, :1].astype(np.int32), codes[:, 1:].astype(np.int32)
+    octaves, steps = encoded[:, :1].astype(np.int32), encoded[:, 1:].astype(np.int32)
     return np.where(steps > 0, np.minimum(16 * octaves + steps, SCALE_END) << 3, 0).astype(np.uint16)
 
 
@@ -354,7 +354,7 @@ def _expected(step: float) -> int:
     return int(expected(family())[TABLES[table[0]]])
 
 
-def _rows(chosen: Codes, section: Section, doublings: int) -> Rows:
+def _rows(chosen: ByteArray, section: Section, doublings: int) -> Rows:
     """Return the layout of the rows. chosen: j of each run's table before steps are doubled `doublings` times."""
     size = section.heads * section.head_dim
     count = len(chosen) // section.heads
@@ -383,14 +383,14 @@ def _whole(means: Floats, steps: Floats, most: int) -> Floats:
     return whole
 
 
-def _pack(code: Floats) -> Codes:
+def _pack(code: Floats) -> ByteArray:
     """Return whole numbers [runs, head_dim] as bit planes [runs, MEAN_BITS, head_dim / 8]."""
     whole = np.abs(code).astype(np.uint8) | ((code < 0).astype(np.uint8) << np.uint8(MEAN_BITS - 1))
     planes = [whole & np.uint8(1 << (MEAN_BITS - 1 - p)) for p in range(MEAN_BITS)]
     return np.packbits(np.stack(planes, axis=1), axis=2, bitorder="little")
 
 
-def _unpack(planes: Codes) -> Floats:
+def _unpack(planes: ByteArray) -> Floats:
     digits = np.unpackbits(planes, axis=2, bitorder="little")
     magnitude = np.zeros(digits[:, 0].shape, np.float32)
     for p in range(1, MEAN_BITS):

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from manthan.codec.base import Codes, Dtype, Section, SectionKind
+from manthan.codec.base import ByteArray, Dtype, Section, SectionKind
 from manthan.codec.errors import HeaderError, SizeError, WireError
 
 MAGIC = b"MNTH"
@@ -49,7 +49,7 @@ KEY_MAX, FINGERPRINT_LEN, CODEC_NAME_MAX = 64, 16, 24
 SECTIONS_MAX = 256
 PLACE_MAX = 2**62  # last position in a session, beyond all real positions
 
-Buffer = bytes | bytearray | memoryview | Codes
+Buffer = bytes | bytearray | memoryview | ByteArray
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class EncodedBlock(NamedTuple):
     """
 
     header: BlockHeader
-    payloads: tuple[Codes, ...]
-    refinements: tuple[Codes, ...] = ()
+    payloads: tuple[ByteArray, ...]
+    refinements: tuple[ByteArray, ...] = ()
     ignored: int = 0
 
 
@@ -123,7 +123,7 @@ def starts(header: BlockHeader, sizes: Sequence[int]) -> list[int]:
     return list(accumulate(map(align16, sizes), initial=header.nbytes))[:-1]
 
 
-def head(header: BlockHeader, sizes: Sequence[int]) -> Codes:
+def head(header: BlockHeader, sizes: Sequence[int]) -> ByteArray:
     """Return the encoded header and entries, uint8 [header.nbytes], with a checksum of zero. Raises HeaderError."""
     _check(header, sizes)
     h, sections = header, header.sections
@@ -143,7 +143,7 @@ def heads(
     sizes: Sequence[int],
     keys: Sequence[bytes],
     first_tokens: Sequence[int] | npt.NDArray[np.int64],
-) -> Codes:
+) -> ByteArray:
     """Return `head` of blocks that differ only in block hash and position, uint8 [len(keys), header.nbytes].
 
     Raises HeaderError, also for block hashes of different lengths. keys: block hashes. first_tokens: positions.
@@ -157,13 +157,13 @@ def heads(
     return rows
 
 
-def seal(block: Codes) -> Codes:
+def seal(block: ByteArray) -> ByteArray:
     """Write the checksum into an otherwise complete block without refinements, uint8. Returns the block."""
     block[CHECKSUM] = np.frombuffer(_checksum(block), np.uint8)
     return block
 
 
-def refined(block: Codes, bodies: Sequence[Codes]) -> Codes:
+def refined(block: ByteArray, bodies: Sequence[ByteArray]) -> ByteArray:
     """Append refinements with these bodies to a sealed block without refinements. Return the new block."""
     made = [block]
     for number, coded in enumerate(bodies, 1):
@@ -203,9 +203,10 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
     data.flags.writeable = False
     front = _front(data)
     found = front.key[: front.key_len]
-    if data[KEY_AT + front.key_len : HEADER.size].any() or (key is not None and found != key):
-        wanted = "a key that ends so" if key is None else key.hex()
-        raise WireError(f"the block is {found.hex()}, not {wanted}.", "key")
+    if data[KEY_AT + front.key_len : HEADER.size].any():
+        raise WireError("the header has other bytes than zeros behind the block hash.", "key")
+    if key is not None and found != key:
+        raise WireError(f"the block's hash is {found.hex()}, not {key.hex()}.", "key")
     if front.group != group:
         raise WireError(f"the block is of KV cache group {front.group}, not {group}.", "key")
     if fingerprint is not None and front.fingerprint != fingerprint:
@@ -219,7 +220,7 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
     if not np.array_equal(head(header, sizes)[CHECKSUM.stop :], data[CHECKSUM.stop : header.nbytes]):
         raise SizeError("the block's header has bytes that no header has.")
     payloads = (data[at : at + size] for at, size in zip(starts(header, sizes), sizes, strict=True))
-    bodies, ends = list[Codes](), _ends(data, front.nbytes)
+    bodies, ends = list[ByteArray](), _ends(data, front.nbytes)
     for at, end in pairwise(ends):
         *_, checksum = REFINEMENT.unpack_from(data.data, at)
         body = data[at + REFINEMENT.size : end]
@@ -229,12 +230,12 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
     return EncodedBlock(header, tuple(payloads), tuple(bodies), data.size - ends[len(bodies)])
 
 
-def split(buf: Buffer) -> list[Codes]:
+def split(buf: Buffer) -> list[ByteArray]:
     """Cut apart the shards of a block, which follow each other. A shard is a block with a rank's part of the KV.
 
     If bytes do not begin a shard, all from there on stay with the shard before.
     """
-    data, shards = np.frombuffer(buf, np.uint8), list[Codes]()
+    data, shards = np.frombuffer(buf, np.uint8), list[ByteArray]()
     while data.size:
         end = int.from_bytes(data[LENGTH].tobytes(), "little")
         end = _ends(data, end)[-1]
@@ -244,7 +245,7 @@ def split(buf: Buffer) -> list[Codes]:
     return shards or [data]
 
 
-def peek(data: Codes) -> Front:
+def peek(data: ByteArray) -> Front:
     """Return the header of a block, uint8. Check magic, version and least length, but not the checksum.
 
     Raises WireError.
@@ -262,7 +263,7 @@ def peek(data: Codes) -> Front:
     return front
 
 
-def peek_sections(data: Codes, front: Front) -> tuple[Section, ...]:
+def peek_sections(data: ByteArray, front: Front) -> tuple[Section, ...]:
     """Return the sections that the entries of a block describe. The checksum is not checked. Raises SizeError."""
     if HEADER.size + ENTRY.size * front.sections > data.size:
         raise SizeError(f"a block of {data.size} bytes cannot have {front.sections} sections.")
@@ -288,7 +289,7 @@ FIELD_ENDS = (
 """Causes of refusal for a wrong byte of header or entries. Each covers the bytes up to before its offset."""
 
 
-def _front(data: Codes) -> Front:
+def _front(data: ByteArray) -> Front:
     """Return the header of a block after a check of the checksum. Raises WireError."""
     front = peek(data)
     data = data[: front.nbytes]
@@ -297,8 +298,8 @@ def _front(data: Codes) -> Front:
     fits = front.head_nbytes == HEADER.size + ENTRY.size * front.sections <= data.size
     if not fits or front.sections > SECTIONS_MAX or front.key_len > KEY_MAX:
         raise SizeError(
-            f"a header of {front.head_nbytes} bytes with {front.sections} sections and a key of {front.key_len} bytes "
-            "cannot be."
+            f"a header of {front.head_nbytes} bytes with {front.sections} sections and a block hash of {front.key_len} "
+            "bytes cannot be."
         )
     if front.mark > 1:
         raise SizeError(f"a block cannot have mark {front.mark}: 0 and 1 are all there are.")
@@ -307,7 +308,7 @@ def _front(data: Codes) -> Front:
     return front
 
 
-def _entry(data: Codes, at: int) -> tuple[Section, int]:
+def _entry(data: ByteArray, at: int) -> tuple[Section, int]:
     """Return the section of the entry at offset `at`, and the section's length in bytes."""
     kind, dtype, first_layer, layers, n_heads, head_dim, first_head, *others = ENTRY.unpack_from(data.data, at)
     first_token, tokens, size, name = others
@@ -333,7 +334,7 @@ def _check(header: BlockHeader, sizes: Sequence[int]) -> None:
             raise HeaderError(f"codec name {section.codec!r} does not fit: at most {CODEC_NAME_MAX} ASCII letters do.")
 
 
-def _ends(data: Codes, base: int) -> list[int]:
+def _ends(data: ByteArray, base: int) -> list[int]:
     """Return the ends of the base and of the refinements before the first with a wrong front. base: its end."""
     ends = [base]
     while data.size >= (body := ends[-1] + REFINEMENT.size):
@@ -345,7 +346,7 @@ def _ends(data: Codes, base: int) -> list[int]:
     return ends
 
 
-def _refinement_checksum(block: Codes, front: Buffer, body: Codes) -> bytes:
+def _refinement_checksum(block: ByteArray, front: Buffer, body: ByteArray) -> bytes:
     """Return the xxh3-64 of a refinement of `block`. front: the refinement's first 8 bytes."""
     digest = xxhash.xxh3_64(block[KEY_AT : HEADER.size].data)
     for part in (block[FINGERPRINT], front, body):
@@ -353,7 +354,7 @@ def _refinement_checksum(block: Codes, front: Buffer, body: Codes) -> bytes:
     return digest.digest()[::-1]
 
 
-def _checksum(data: Codes) -> bytes:
+def _checksum(data: ByteArray) -> bytes:
     digest = xxhash.xxh3_64(data[: CHECKSUM.start].data)
     digest.update(data[CHECKSUM.stop :].data)
     return digest.digest()[::-1]

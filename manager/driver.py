@@ -236,20 +236,20 @@ class Driver:
         resident: int,
         end: int,
         block_ids: Sequence[int],
-        beside: Sequence[tuple[int, Sequence[bytes], Sequence[int]]] = (),
+        further: Sequence[tuple[int, Sequence[bytes], Sequence[int]]] = (),
     ) -> None:
         """Begin a load for a request.
 
         Args:
             resident, end: bounds of the prompt's blocks found in tiers, from `resident` to before `end`.
             block_ids: ids of the main group's blocks to load into; none for the last `again` of the found blocks.
-            beside: for each further KV cache group, its index, block hashes, and ids of blocks to load into.
+            further: for each further KV cache group, its index, block hashes, and ids of blocks to load into.
         """
         request, manager = self._requests[request_id], self.manager
         rows = request.rows[resident:end]
         manager.load_started(request_id, rows)
         main = self._main, request.hashes[resident : resident + len(block_ids)], block_ids
-        parts = [main, *beside] if manager.shape.stores_main else beside
+        parts = [main, *further] if manager.shape.stores_main else further
         jobs = [manager.load_job(*part, request.session, request_id) for part in parts]
         self._loading[request_id] = Answers(jobs, request.session.session_id)
         self._load_of.update((job.job_id, request_id) for job in jobs)

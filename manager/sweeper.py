@@ -13,13 +13,13 @@ logger = logging.getLogger("vllm.manthan.sweeper")
 
 
 class Sweeper:
-    """Background job that calls `due` periodically, and `ring` if `due` returned True. Both run on the job's thread.
+    """Background job that calls `due` periodically, and `wake` if `due` returned True. Both run on the job's thread.
 
     idle_after_s: shortest delay after which work becomes due. The period is LATE_SHARE of it, and at least SHORTEST_S.
     """
 
-    def __init__(self, idle_after_s: float, due: Callable[[], bool], ring: Callable[[], None]) -> None:
-        self._due, self._ring = due, ring
+    def __init__(self, idle_after_s: float, due: Callable[[], bool], wake: Callable[[], None]) -> None:
+        self._due, self._wake = due, wake
         # APScheduler logs each start and stop, and each call that it skips because the last one still runs. The level
         # is set here, not at import, because vLLM's import sets up logging anew.
         logger.setLevel(logging.ERROR)
@@ -44,4 +44,4 @@ class Sweeper:
 
     def _tick(self) -> None:
         if self._due():
-            self._ring()
+            self._wake()

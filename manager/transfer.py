@@ -109,14 +109,14 @@ class Answers:
         """
         failed = self.failed
         good = blocks = sum(len(job) for job in self.jobs if job.group == main)
-        beside = sum(map(len, self.jobs)) - blocks
+        further = sum(map(len, self.jobs)) - blocks
         if failed:
             names = ((main, name) for job in self.jobs if job.group == main for name in job.block_hashes)
             good = next((at for at, name in enumerate(names) if name in failed), good)
             if needs_points:
-                good = beside = 0
+                good = further = 0
         nbytes, causes = sum(int(result.nbytes.sum()) for result in self.results), list(failed.values())
-        return Restored(self._session_id, blocks, good, beside, nbytes, self.seconds, causes, request_id)
+        return Restored(self._session_id, blocks, good, further, nbytes, self.seconds, causes, request_id)
 
 
 Weigh: TypeAlias = Callable[[Sequence[int]], int]

@@ -22,7 +22,7 @@ MODEL = str(Path(__file__).parent / "data" / "tiny-llama")
 PURE = ("codec", "manager", "policies")
 """Folders whose tests start no engine."""
 START_S = 600
-"""Long enough for a start beside all that other tests do."""
+"""Long enough for a start next to all that other tests do."""
 
 SHARED = re.compile(r"\b(?:(?:plain|manthan|unguarded|steered)_(server)|sweeping_(engine))\b")
 

@@ -57,7 +57,7 @@ def has_a_test_or_a_reason(command: Command) -> bool:
 
 
 def is_served(command: Command) -> bool:
-    """True if it starts a server, or is run beside one."""
+    """True if it starts a server, or is run next to one."""
     return "vllm serve " in command.text or first(command) == "curl" or is_about_sessions(command)
 
 

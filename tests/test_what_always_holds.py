@@ -196,7 +196,7 @@ def returning(turn: int) -> tuple[str, str]:
     return long_text(f"chat{turn % 6}-", 6 + turn // 6), f"chat{turn % 6}"
 
 
-def strangers(turn: int) -> tuple[str, str]:
+def one_turn_each(turn: int) -> tuple[str, str]:
     """Sessions that never return. Each takes the pool but for two blocks."""
     return long_text(f"chat{turn}-", BLOCKS - 2), f"chat{turn}"
 
@@ -239,7 +239,7 @@ def walks(load: Any, steps: int, is_exclusive: bool) -> int:
 @pytest.mark.invariant(13, "manager/pool.py", "if self._left < wanted:", "if True:")
 @pytest.mark.invariant(13, "manager/driver.py", "if first <= free:", "if False:")
 @pytest.mark.parametrize("is_exclusive", [False, True])
-@pytest.mark.parametrize("load", [returning, strangers])
+@pytest.mark.parametrize("load", [returning, one_turn_each])
 def test_no_request_is_held_back_and_steps_do_not_walk_the_free_queue(load: Any, is_exclusive: bool) -> None:
     """The pool has room for all sessions that return, so that nothing is to be loaded."""
     few, many = (walks(load, steps, is_exclusive) for steps in (16, 64))

@@ -1,4 +1,4 @@
-"""The check of words in docstrings and comments: `.ci/words.py` passes here, and fails for bad prose."""
+"""The check of words: `.ci/words.py` passes here, and fails for bad prose."""
 
 import runpy
 import subprocess
@@ -30,6 +30,56 @@ def test_banned_words_are_named_in_docstrings_attributes_and_comments(tmp_path):
     source = '"""Bytes of spilled blocks."""\n\nX = 1\n"""Lane of blocks."""\nY = "beside"  # bytes in place of X\n'
     found = [line.partition("banned word: ")[2] for line in faults(tmp_path, source)]
     assert found == ["spilled", "Lane", "in place of"]
+
+
+def test_banned_words_are_named_in_messages_but_not_in_names_and_code(tmp_path):
+    source = """
+logger.warning("%d blocks are spilled", n)
+raise ValueError(f"an orphan of {n}: `lanes`")
+parts = {"beside": n}
+"""
+    found = [line.partition("banned word: ")[2] for line in faults(tmp_path, source)]
+    assert found == ["spilled", "orphan"]
+
+
+BAD = {
+    "README.md": "Blocks are\nspilled.\n",
+    "CHANGELOG.md": "No `lane`, [link](lanes.md) or\n```text\nlanes\n```\nlanes\n",
+    "CONTRIBUTING.md": "A block in place. `` `lane` `` and an anchor.\n",
+    "SECURITY.md": "Good.\n",
+    "docs/page.md": "Elsewhere: a block.\n",
+    "docs/page.py": "X = 1  # orphans\n",
+    "codec/kernel.cu": "int lane;  // a lane of the ring\n",
+    "vllm_hooks/page.js": 'const a = "beside";  // beside\n',
+    "manager/script.lua": "local lane = 1 -- lane\n",
+    "policies/module.py": 'raise ValueError("no landing")\n',
+    "tests/test_module.py": '"""A chain."""\nX = "not a chain"\n',
+    "configs/default.yaml": "lane: 1  # a stranger\n",
+}
+
+
+def test_all_kinds_of_files_are_checked(tmp_path):
+    for name, text in BAD.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    run = subprocess.run([sys.executable, SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = {line.replace(" banned word: ", " ") for line in run.stdout.splitlines()}
+    assert (run.returncode, found) == (
+        1,
+        {
+            "README.md:2: spilled",
+            "CHANGELOG.md:5: lanes",
+            "CONTRIBUTING.md:1: anchor",
+            "docs/page.md:1: Elsewhere",
+            "docs/page.py:1: orphans",
+            "codec/kernel.cu:1: ring",
+            "vllm_hooks/page.js:1: beside",
+            "manager/script.lua:1: lane",
+            "policies/module.py:1: landing",
+            "tests/test_module.py:1: chain",
+            "configs/default.yaml:1: stranger",
+        },
+    )
 
 
 def test_odd_beginnings_and_fillers_fail_above_their_bounds(tmp_path):

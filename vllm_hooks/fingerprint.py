@@ -58,8 +58,9 @@ def fingerprint(
         parts["stage"] = [rank // sharding.ranks, sharding.stages]
     if group.latent:
         parts["latent"] = group.latent
-    if group.beside is not None:
-        parts["beside"] = [group.beside.dtype_name, group.beside.shape]
+    if group.opaque is not None:
+        # This name is hashed too: with another one, no stored block of such models would be found.
+        parts["beside"] = [group.opaque.dtype_name, group.opaque.shape]
     if facts.rope is not None:
         parts["rope"] = [facts.rope.frequencies, facts.rope.interleaved]
     if facts.state is not None:

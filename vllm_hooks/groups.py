@@ -163,7 +163,7 @@ class KvCacheGroup:
         layer_nbytes: if all layers are stored as bytes, number of bytes of a block in each layer; else empty.
         latent: count of numbers of a token's latent in a layer (MLA); 0 for keys and values.
         context: decode context parallelism.
-        beside: group of bytes in the same compressed blocks: layers that are not coded, and scales behind the states of
+        opaque: group of bytes in the same compressed blocks: layers that are not coded, and scales behind the states of
             a block; None if there are none.
         scales: position of the scales if latents are in fp8 with scales; else None.
         starts: for each layer, offset of the `layer_nbytes` bytes in the layer's block; empty if all offsets are 0.
@@ -177,7 +177,7 @@ class KvCacheGroup:
     layer_nbytes: tuple[int, ...] = ()
     latent: int = 0
     context: Context = ALONE
-    beside: "KvCacheGroup | None" = None
+    opaque: "KvCacheGroup | None" = None
     scales: Scales | None = None
     starts: tuple[int, ...] = ()
 
@@ -235,7 +235,7 @@ class KvCacheGroup:
         """Number of bytes of a rank's block in vLLM's pool, in all layers, without padding behind scales."""
         page = self.scales.row * self.states if self.scales else self.spec.page_size_bytes
         own = sum(self.layer_nbytes) or page * self.layers
-        return own + (self.beside.page_nbytes if self.beside else 0)
+        return own + (self.opaque.page_nbytes if self.opaque else 0)
 
 
 class Part(NamedTuple):
@@ -507,22 +507,22 @@ def _group(
         return packed(names)
     spec = specs[ours[0]]
     latent, scales = coded[spec]
-    made = KvCacheGroup(index, spec, len(ours), ours, _dtype_of(spec, cache), (), latent, beside=raw, scales=scales)
-    return replace(made, beside=_scales_behind(made)) if scales and scales.place else made
+    made = KvCacheGroup(index, spec, len(ours), ours, _dtype_of(spec, cache), (), latent, opaque=raw, scales=scales)
+    return replace(made, opaque=_scales_behind(made)) if scales and scales.place else made
 
 
 def _scales_behind(group: KvCacheGroup) -> KvCacheGroup:
-    """Return the group of bytes for `beside`: the scales behind all states of a block, then the earlier `beside`."""
+    """Return the group of bytes for `opaque`: the scales behind all states of a block, then the earlier `opaque`."""
     assert group.scales is not None
     sizes, starts = (tuple([each * group.states] * group.layers) for each in (group.scales.stride, group.scales.row))
-    names, other = group.names, group.beside
+    names, other = group.names, group.opaque
     if other is not None:
         names, sizes, starts = (*names, *other.names), (*sizes, *other.layer_nbytes), (*starts, *[0] * other.layers)
     return KvCacheGroup(group.index, group.spec, len(names), names, group.cache_dtype, sizes, starts=starts)
 
 
 UNIT = 16
-"""Number of bytes that kernels copy at once. A layer's bytes in `beside` must be a multiple of this."""
+"""Number of bytes that kernels copy at once. A layer's bytes in `opaque` must be a multiple of this."""
 
 
 def _coded(spec: Any, cache: "CacheConfig | None", latents: Latents) -> Coded | None:

@@ -108,21 +108,21 @@ def make_sessions(
     config: ManthanConfig,
     namespace: Namespace,
     owner: str,
-    ring: Callable[[], None],
+    wake: Callable[[], None],
     sharding: Sharding,
 ) -> RedisSessions:
-    """Return the access to sessions in Redis. owner: name of the engine. ring: wakes the engine, from any thread."""
+    """Return the access to sessions in Redis. owner: name of the engine. wake: wakes the engine, from any thread."""
     others = sharding.others() if reads_others(vllm_config, sharding) else []
     facts = {"model": vllm_config.model_config.model, "engine": owner}
     keys = keys_of(config.sealing)
     return RedisSessions(
         connect(config.tiers.redis),
-        Circuit(ring),
+        Circuit(wake),
         namespace,
         [each.shards for each in (sharding, *others)],
         config.tiers.redis.ttl_s,
         facts,
-        ring,
+        wake,
         Sealer(keys, namespace.name) if keys else None,
     )
 

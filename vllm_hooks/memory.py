@@ -54,7 +54,7 @@ def block_shape(group: "KvCacheGroup") -> BlockShape:
     """Return the shape of a rank's block of a KV cache group, for codecs."""
     if group.is_packed:
         return packed_shape(group.layer_nbytes, group.spec.block_size)
-    spec, raw = group.spec, block_shape(group.beside) if group.beside else None
+    spec, raw = group.spec, block_shape(group.opaque) if group.opaque else None
     dim, dtype = spec.head_size - group.latent, FP8.get(group.cache_dtype)
     if group.scales is not None:
         dim, dtype = group.scales.row - group.latent, Dtype.FLOAT8_E4M3

@@ -55,7 +55,7 @@ from manthan.vllm_hooks.compat import Core, Lookups, VllmPool, replace_waiting, 
 from manthan.vllm_hooks.events import KvEvents
 from manthan.vllm_hooks.fingerprint import namespace_of
 from manthan.vllm_hooks.groups import Part, config_for, on_all_ranks
-from manthan.vllm_hooks.http.hints import answer_to, decoded_elsewhere, hints_of, tenant_of
+from manthan.vllm_hooks.http.hints import answer_to, hints_of, lossy_prefill_tokens, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.lasting import DiskBooks, make_sessions
 from manthan.vllm_hooks.memory import Shards, memory_shapes
@@ -107,7 +107,7 @@ def _keep(path: Path) -> None:
 
 
 class SchedulerHalf:
-    """Scheduler half of the connector. All methods but `_ring` and `_is_due` run on the scheduler's thread. From the
+    """Scheduler half of the connector. All methods but `_wake` and `_is_due` run on the scheduler's thread. From the
     engine's start to its shutdown, they do no I/O there, encode nothing, and wait for workers only to ask about weights
     that may have changed.
 
@@ -184,7 +184,7 @@ class SchedulerHalf:
         if namespace is not None and config.tiers.is_on_disk:
             self._books = DiskBooks(vllm_config, config, namespace.name, sharding)
         if namespace is not None and shared:
-            sessions = make_sessions(vllm_config, config, namespace, owner, self._ring, sharding)
+            sessions = make_sessions(vllm_config, config, namespace, owner, self._wake, sharding)
             parts = self._parts if self.groups.at_points else None
             self._redis = RedisLink(sessions, self.manager, self._fronts, parts)
         self.driver: Driver
@@ -200,7 +200,7 @@ class SchedulerHalf:
         self._deadline = inf
         self._drained_at: float | None = None
         """Time until which sessions are saved at the engine's end; None before the shutdown, 0 after the saving."""
-        self._rung = False  # True to have vLLM run a step though there may be no request; cleared by the step
+        self._woken = False  # True to have vLLM run a step though there may be no request; cleared by the step
         self._weights: list[tuple[int, str]] | None = None
         """`weights_state` of each worker when the KV in the cold store was computed; None if unknown."""
         self._is_unsure = False
@@ -217,7 +217,7 @@ class SchedulerHalf:
         """True if a step with a tenant's request was left out of the profile, and the log has said so."""
         self._candidate: Candidate | None = None
         """Profile (a codec's tables) made from requests' KV, until the guard uses its codec; None without a profile."""
-        self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._ring)
+        self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._wake)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
         self._journal: JournalLink | None = None
         if self._books is not None and not shared:
@@ -392,7 +392,7 @@ class SchedulerHalf:
         self._found.discard(request.request_id)
         if not was_found:
             self.driver.hits(request.request_id, blocks.get_block_ids())
-        if brought and (decoded := decoded_elsewhere(request.kv_transfer_params)):
+        if brought and (decoded := lossy_prefill_tokens(request.kv_transfer_params)):
             self._handed(request.request_id, blocks, decoded)
         if tokens:
             block_ids = blocks.get_block_ids()
@@ -536,7 +536,7 @@ class SchedulerHalf:
 
     def step(self, scheduled_tokens: int, scheduled_requests: int) -> ManthanMetadata:
         """Return the orders to workers for a step. The arguments count what vLLM computes in the step."""
-        self._rung = False
+        self._woken = False
         if self.is_out_of_use and not scheduled_tokens:
             return ManthanMetadata()
         self._heed_calls()
@@ -604,7 +604,7 @@ class SchedulerHalf:
             return self._drains()
         if self.is_out_of_use:
             return False
-        if self._rung or self._place is not None:
+        if self._woken or self._place is not None:
             return True
         if self.driver.rests:
             return self.driver.holds_blocks
@@ -658,7 +658,7 @@ class SchedulerHalf:
         if was_reset:
             self.telemetry.changed.update(self.manager.table.by_id)
             self.driver.forget_resident(time.monotonic())
-            self._rung = True  # because a step sends KV events and metrics of the reset
+            self._woken = True  # because a step sends KV events and metrics of the reset
             if self._events is not None:
                 self._events.repeats = True
             cold = self.manager.table.states[SessionState.COLD]
@@ -733,7 +733,7 @@ class SchedulerHalf:
     def steered(self) -> None:
         """Have the engine run a step after a call of the HTTP API, such as a change of a session."""
         self._set_deadline()
-        self._rung = True
+        self._woken = True
 
     def _set_deadline(self) -> None:
         self._deadline = self.driver.next_deadline
@@ -741,6 +741,6 @@ class SchedulerHalf:
     def _is_due(self) -> bool:
         return not self.is_out_of_use and self._deadline <= time.monotonic()
 
-    def _ring(self) -> None:
-        self._rung = True
+    def _wake(self) -> None:
+        self._woken = True
         self._core.wake()

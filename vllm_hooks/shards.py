@@ -48,7 +48,7 @@ class Sharding(NamedTuple):
             return cls(stages, ranks, ranks)
         total = _kv_heads(vllm_config)
         parts = min(total, tensor) or tensor // groups.replicas
-        whole = any(each.is_packed or each.latent or each.beside for each in stored)
+        whole = any(each.is_packed or each.latent or each.opaque for each in stored)
         is_cut = not whole and all(each.shape[1] * parts == total for each in stored)
         return cls(stages, ranks, parts if is_cut else tensor // groups.replicas, total if is_cut else 0)
 

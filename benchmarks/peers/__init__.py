@@ -11,27 +11,27 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Codec, Codes, Kind, Numbers, Positions, Section
+from manthan.codec.base import ByteArray, Codec, Kind, Numbers, Positions, Section
 from manthan.codec.cpu.numbers import as_floats, as_numbers
 from manthan.codec.model import NO_FACTS, ModelFacts
 
 Floats = npt.NDArray[np.float32]
 
 
-def pack(numbers: npt.NDArray[np.integer], bits: int) -> Codes:
+def pack(numbers: npt.NDArray[np.integer], bits: int) -> ByteArray:
     """Return whole numbers from 0 to 2**bits - 1 as bytes, `bits` bits each, lowest bit first."""
     digits = np.asarray(numbers, np.uint32).reshape(-1, 1) >> np.arange(bits, dtype=np.uint32) & 1
     return np.packbits(digits.astype(np.uint8).ravel(), bitorder="little")
 
 
-def unpack(codes: Codes, bits: int, count: int) -> npt.NDArray[np.int64]:
+def unpack(encoded: ByteArray, bits: int, count: int) -> npt.NDArray[np.int64]:
     """Return the first `count` whole numbers that `pack` has packed."""
-    digits = np.unpackbits(codes, count=bits * count, bitorder="little").reshape(count, bits).astype(np.int64)
+    digits = np.unpackbits(encoded, count=bits * count, bitorder="little").reshape(count, bits).astype(np.int64)
     found: npt.NDArray[np.int64] = digits @ (1 << np.arange(bits))
     return found
 
 
-def halves(x: Floats) -> Codes:
+def halves(x: Floats) -> ByteArray:
     """Return the bytes of the numbers rounded to fp16."""
     return np.ascontiguousarray(x, "<f2").view(np.uint8).ravel()
 
@@ -47,8 +47,8 @@ class Peer:
     """
 
     name: str
-    encode: Callable[[Floats, Kind], Codes]
-    decode: Callable[[Codes, Kind, tuple[int, int]], Floats]
+    encode: Callable[[Floats, Kind], ByteArray]
+    decode: Callable[[ByteArray, Kind, tuple[int, int]], Floats]
 
     def codec(self, head_dim: int, facts: ModelFacts = NO_FACTS) -> "PeerCodec":
         return PeerCodec(self)
@@ -67,22 +67,22 @@ class PeerCodec(Codec):
     def max_nbytes(self, section: Section) -> int:
         return sum(section.layers * section.heads * self._size(section, kind) for kind in section.vector_kinds)
 
-    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: ByteArray) -> int:
         at = 0
         tiles = as_floats(x).reshape(len(section.vector_kinds), -1, section.tokens, section.head_dim)
         for kind, of_kind in zip(section.vector_kinds, tiles, strict=True):
             for tile in of_kind:
-                codes = self._peer.encode(tile, kind)
-                out[at : at + codes.size] = codes
-                at += codes.size
+                encoded = self._peer.encode(tile, kind)
+                out[at : at + encoded.size] = encoded
+                at += encoded.size
         return at
 
-    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
+    def decode(self, encoded: ByteArray, section: Section, positions: Positions) -> Numbers:
         at, made, shape = 0, [], (section.tokens, section.head_dim)
         for kind in section.vector_kinds:
             size = self._size(section, kind)
             for _ in range(section.layers * section.heads):
-                made.append(self._peer.decode(codes[at : at + size], kind, shape))
+                made.append(self._peer.decode(encoded[at : at + size], kind, shape))
                 at += size
         return as_numbers(np.stack(made).astype(np.float32).reshape(section.shape), section.dtype)
 

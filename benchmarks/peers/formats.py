@@ -9,7 +9,7 @@ a number, a scale in E4M3 for each group of 16 numbers, and a scale in float32 f
 import numpy as np
 
 from manthan.benchmarks.peers import Floats, Peer, pack, unpack
-from manthan.codec.base import Codes, Dtype, Kind
+from manthan.codec.base import ByteArray, Dtype, Kind
 from manthan.codec.cpu.numbers import as_floats, as_numbers
 
 E4M3 = Dtype.FLOAT8_E4M3
@@ -19,17 +19,17 @@ LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 GROUP = 16
 
 
-def encode_fp8(x: Floats, kind: Kind) -> Codes:
+def encode_fp8(x: Floats, kind: Kind) -> ByteArray:
     """Return the numbers as E4M3, a byte for each number."""
     return as_numbers(x.copy(), E4M3).ravel()
 
 
-def decode_fp8(codes: Codes, kind: Kind, shape: tuple[int, int]) -> Floats:
+def decode_fp8(encoded: ByteArray, kind: Kind, shape: tuple[int, int]) -> Floats:
     """Undo `encode_fp8`."""
-    return as_floats(codes, E4M3).reshape(shape)
+    return as_floats(encoded, E4M3).reshape(shape)
 
 
-def encode_nvfp4(x: Floats, kind: Kind) -> Codes:
+def encode_nvfp4(x: Floats, kind: Kind) -> ByteArray:
     """Return the bytes of a tile. The count of its numbers must be a multiple of GROUP."""
     groups = x.reshape(-1, GROUP)
     whole = np.float32(np.abs(x).max() / (LARGEST * LEVELS[-1])) or np.float32(1)
@@ -40,10 +40,10 @@ def encode_nvfp4(x: Floats, kind: Kind) -> Codes:
     return np.concatenate([np.array([whole], "<f4").view(np.uint8), scales, pack(q, 4)])
 
 
-def decode_nvfp4(codes: Codes, kind: Kind, shape: tuple[int, int]) -> Floats:
+def decode_nvfp4(encoded: ByteArray, kind: Kind, shape: tuple[int, int]) -> Floats:
     """Undo `encode_nvfp4`."""
     groups = shape[0] * shape[1] // GROUP
-    whole, scales, numbers = np.split(codes, [4, 4 + groups])
+    whole, scales, numbers = np.split(encoded, [4, 4 + groups])
     q = unpack(numbers, 4, groups * GROUP).reshape(groups, GROUP)
     steps = as_floats(scales, E4M3)[:, None] * whole.copy().view("<f4")
     return (LEVELS[q % 8] * np.where(q < 8, 1, -1) * steps).astype(np.float32).reshape(shape)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manthan.benchmarks.peers import Floats, Peer, halves, pack, unpack
-from manthan.codec.base import Codes, Kind
+from manthan.codec.base import ByteArray, Kind
 from manthan.codec.tables.rotation import rotation
 
 BITS = {"key": 4, "value": 2}
@@ -50,7 +50,7 @@ def _rms(z: Floats, axis: int) -> Floats:
     return np.where(found < TINY, 1, found).astype(np.float32)
 
 
-def encode(x: Floats, kind: Kind) -> Codes:
+def encode(x: Floats, kind: Kind) -> ByteArray:
     """Return the bytes of a tile [tokens, head_dim]."""
     bits, y = BITS[kind], rotated(x)
     tokens, channels = normalized(y)
@@ -76,12 +76,14 @@ def encode(x: Floats, kind: Kind) -> Codes:
     return np.concatenate([halves(scale), halves(start), halves(step), pack(q.astype(np.int64), bits)])
 
 
-def decode(codes: Codes, kind: Kind, shape: tuple[int, int]) -> Floats:
+def decode(encoded: ByteArray, kind: Kind, shape: tuple[int, int]) -> Floats:
     """Undo `encode` of a tile with shape `shape`."""
     lines, columns = shape if kind == "value" else shape[::-1]
     ends = np.cumsum([2 * columns, 2 * lines, 2 * lines])
-    scale, start, step = (part.copy().view("<f2").astype(np.float32) for part in np.split(codes[: ends[-1]], ends[:-1]))
-    q = unpack(codes[ends[-1] :], BITS[kind], lines * columns).reshape(lines, columns)
+    scale, start, step = (
+        part.copy().view("<f2").astype(np.float32) for part in np.split(encoded[: ends[-1]], ends[:-1])
+    )
+    q = unpack(encoded[ends[-1] :], BITS[kind], lines * columns).reshape(lines, columns)
     z = (q * step[:, None] + start[:, None]) * scale
     return rotated((z if kind == "value" else z.T).astype(np.float32), back=True)
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manthan.benchmarks.peers import Floats, halves, pack, unpack
-from manthan.codec.base import Codec, Codes, Kind, Numbers, Positions, Section
+from manthan.codec.base import ByteArray, Codec, Kind, Numbers, Positions, Section
 from manthan.codec.cpu.numbers import as_floats, as_numbers
 from manthan.codec.errors import CodecError
 from manthan.codec.model import NO_FACTS, ModelFacts
@@ -55,16 +55,16 @@ class Kvtc:
 
     def encode(self, rows: Floats) -> bytes:
         """Return the bytes of rows [n, C]."""
-        parts: list[Codes] = []
+        parts: list[ByteArray] = []
         for y, bits in zip(_groups((rows - self.mean) @ self.directions), self.bits, strict=True):
             if bits:
                 start, step, q = _quantized(y, bits)
                 parts += [halves(start), halves(step), pack(q, bits)]
         return zlib.compress(np.concatenate(parts).tobytes() if parts else b"", 9)
 
-    def decode(self, codes: bytes, n: int) -> Floats:
+    def decode(self, encoded: bytes, n: int) -> Floats:
         """Return the n rows that `encode` has encoded, [n, C]."""
-        data, at, made = np.frombuffer(zlib.decompress(codes), np.uint8), 0, []
+        data, at, made = np.frombuffer(zlib.decompress(encoded), np.uint8), 0, []
         for bits in self.bits:
             if not bits:
                 made.append(np.zeros((n, GROUP), np.float32))
@@ -139,7 +139,7 @@ class KvtcCodec(Codec):
     def max_nbytes(self, section: Section) -> int:
         return 4 * len(section.vector_kinds) * section.vectors * section.head_dim
 
-    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: ByteArray) -> int:
         if not self._coders:
             raise CodecError(f"{self.name} is not calibrated.")
         at = 0
@@ -151,12 +151,12 @@ class KvtcCodec(Codec):
                 at += len(part)
         return at
 
-    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
+    def decode(self, encoded: ByteArray, section: Section, positions: Positions) -> Numbers:
         at, made = 0, []
         for kind in section.vector_kinds:
             for coder in self._coders[kind]:
-                end = at + LENGTH + int.from_bytes(codes[at : at + LENGTH].tobytes(), "little")
-                rows = coder.decode(codes[at + LENGTH : end].tobytes(), section.tokens)
+                end = at + LENGTH + int.from_bytes(encoded[at : at + LENGTH].tobytes(), "little")
+                rows = coder.decode(encoded[at + LENGTH : end].tobytes(), section.tokens)
                 at, shape = end, (section.tokens, -1, section.heads, section.head_dim)
                 x, turns = rows.reshape(shape).transpose(1, 2, 0, 3), self._turns(kind)
                 made.append(turns.turn(x, positions) if turns else x)

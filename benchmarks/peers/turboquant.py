@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from manthan.benchmarks.peers import Floats, Peer, halves, pack, unpack
-from manthan.codec.base import Codes, Kind
+from manthan.codec.base import ByteArray, Kind
 
 SEED = 20250428
 
@@ -52,7 +52,7 @@ def _nearest(y: Floats, bits: int) -> np.ndarray:
     return np.searchsorted((levels[1:] + levels[:-1]) / 2, y)
 
 
-def encode(x: Floats, kind: Kind, bits: int) -> Codes:
+def encode(x: Floats, kind: Kind, bits: int) -> ByteArray:
     """Return the bytes of vectors [n, D]. bits: bits per number; a key's number spends one of these on the residual."""
     dim, bits = x.shape[1], bits - (kind == "key")
     lengths = np.float16(np.linalg.norm(x, axis=1)).astype(np.float32)
@@ -65,11 +65,11 @@ def encode(x: Floats, kind: Kind, bits: int) -> Codes:
     return np.concatenate([halves(lengths), halves(np.linalg.norm(left, axis=1)), pack(q, bits), pack(signs, 1)])
 
 
-def decode(codes: Codes, kind: Kind, shape: tuple[int, int], bits: int) -> Floats:
+def decode(encoded: ByteArray, kind: Kind, shape: tuple[int, int], bits: int) -> Floats:
     """Undo `encode` of vectors with shape `shape`."""
     (n, dim), bits = shape, bits - (kind == "key")
     ends = np.cumsum([2 * n, 2 * n * (kind == "key"), -(-n * dim * bits // 8)])
-    lengths, of_left, coded, signs_at = np.split(codes, ends)
+    lengths, of_left, coded, signs_at = np.split(encoded, ends)
     lengths, of_left = (part.copy().view("<f2").astype(np.float32) for part in (lengths, of_left))
     unit = _directions(unpack(coded, bits, n * dim).reshape(n, dim), dim, bits)
     if kind == "key":

@@ -2,7 +2,7 @@
 
 import math
 
-from manthan.codec.base import Codec, Codes, Numbers, Positions, Section
+from manthan.codec.base import ByteArray, Codec, Numbers, Positions, Section
 from manthan.codec.errors import SizeError
 
 EXACT = "exact"
@@ -16,15 +16,15 @@ class ExactCodec(Codec):
     def max_nbytes(self, section: Section) -> int:
         return math.prod(section.shape) * section.dtype.numpy.itemsize
 
-    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: ByteArray) -> int:
         nbytes = self.max_nbytes(section)
         out[:nbytes].view(x.dtype).reshape(section.shape)[...] = x
         return nbytes
 
-    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        """Return a view of `codes`."""
+    def decode(self, encoded: ByteArray, section: Section, positions: Positions) -> Numbers:
+        """Return a view of `encoded`."""
         nbytes = self.max_nbytes(section)
-        if codes.size != nbytes:
-            raise SizeError(f"{codes.size} bytes are not {section.shape} in {section.dtype.name}: {nbytes} are.")
-        numbers: Numbers = codes.view(section.dtype.numpy).reshape(section.shape)
+        if encoded.size != nbytes:
+            raise SizeError(f"{encoded.size} bytes are not {section.shape} in {section.dtype.name}: {nbytes} are.")
+        numbers: Numbers = encoded.view(section.dtype.numpy).reshape(section.shape)
         return numbers

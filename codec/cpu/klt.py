@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, SectionKind, check_head_dim
+from manthan.codec.base import ByteArray, Codec, Dtype, Numbers, Positions, Section, SectionKind, check_head_dim
 from manthan.codec.cpu.numbers import as_floats, as_numbers, check_finite
 from manthan.codec.cpu.rans import FURTHEST, LOWEST, START, STREAMS_MAX, VERSION, Coder, check_front
 from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
@@ -128,13 +128,15 @@ class KltCodec(Codec):
         """Return the bytes of a section's unencoded numbers, with the 4 bytes ahead of them in the last refinement."""
         return START + len(section.vector_kinds) * section.vectors * section.head_dim * section.dtype.numpy.itemsize
 
-    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: ByteArray) -> int:
         return self.encode_parts(x, section, positions, out)[0]
 
-    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        return self.decode_parts(codes, (), section, positions)
+    def decode(self, encoded: ByteArray, section: Section, positions: Positions) -> Numbers:
+        return self.decode_parts(encoded, (), section, positions)
 
-    def encode_parts(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> tuple[int, list[Codes]]:
+    def encode_parts(
+        self, x: Numbers, section: Section, positions: Positions, out: ByteArray
+    ) -> tuple[int, list[ByteArray]]:
         """Raises NonFiniteError."""
         most, numbers = self.max_nbytes(section), as_floats(x)
         check_finite(numbers)
@@ -165,18 +167,18 @@ class KltCodec(Codec):
         return bodies[0].size, bodies[1:]
 
     def decode_parts(
-        self, codes: Codes, refinements: Sequence[Codes], section: Section, positions: Positions
+        self, encoded: ByteArray, refinements: Sequence[ByteArray], section: Section, positions: Positions
     ) -> Numbers:
         """Raises SizeError, DamagedError."""
         self._expected(section, 0)
         count, tokens = len(self._groups), section.tokens
         begin = START + -(-count * tokens // 4) * 2
-        if codes.size < begin or len(refinements) > EXACT:
-            raise SizeError(f"{codes.size} bytes do not encode {section}: at least {begin} do.")
-        k = check_front(codes, section.codec, MOST_K)
-        nibbles = np.stack([codes[START:begin] & 15, codes[START:begin] >> 4], 1).ravel().astype(np.int64)
+        if encoded.size < begin or len(refinements) > EXACT:
+            raise SizeError(f"{encoded.size} bytes do not encode {section}: at least {begin} do.")
+        k = check_front(encoded, section.codec, MOST_K)
+        nibbles = np.stack([encoded[START:begin] & 15, encoded[START:begin] >> 4], 1).ravel().astype(np.int64)
         j = list(nibbles[: count * tokens].reshape(count, tokens) + LEAST_J)
-        bodies, exact = [codes[begin:], *refinements[: EXACT - 1]], len(refinements) == EXACT
+        bodies, exact = [encoded[begin:], *refinements[: EXACT - 1]], len(refinements) == EXACT
         told = self._read(bodies, j, k, np.float64 if exact else np.float32)
         if exact:
             return self._exactly(refinements[-1], told, j, k, section, positions)
@@ -213,7 +215,7 @@ class KltCodec(Codec):
 
     # -- levels -------------------------------------------------------------------------------------------
 
-    def _read(self, bodies: Sequence[Codes], j: Sequence[Whole], k: int, dtype: Any) -> list[Any]:
+    def _read(self, bodies: Sequence[ByteArray], j: Sequence[Whole], k: int, dtype: Any) -> list[Any]:
         """Return the groups' decoded components, see `places`. bodies: rows of the base, then of each refinement.
 
         Raises SizeError, DamagedError.
@@ -288,10 +290,10 @@ class KltCodec(Codec):
 
     def _exact(
         self, x: Numbers, q: Sequence[Any], j: Sequence[Whole], k: int, section: Section, positions: Positions
-    ) -> Codes:
+    ) -> ByteArray:
         told = [places(g, of, by, k, EXACT - 1) for g, of, by in zip(self._groups, q, j, strict=True)]
         near = self._near(told, positions) if section.dtype is Dtype.BFLOAT16 else None
-        raw: Codes = np.concatenate([np.zeros(START, np.uint8), np.ascontiguousarray(x).reshape(-1).view(np.uint8)])
+        raw: ByteArray = np.concatenate([np.zeros(START, np.uint8), np.ascontiguousarray(x).reshape(-1).view(np.uint8)])
         if near is None:
             return raw
         bits, made = np.ascontiguousarray(x.reshape(-1, *section.shape[-4:]).swapaxes(0, 1)).reshape(near.shape), []
@@ -301,11 +303,11 @@ class KltCodec(Codec):
             if at < 0:
                 return raw
             made.append((states, words[at:]))
-        coded: Codes = np.concatenate([np.frombuffer(b"\1\0\0\0" + _checksum(bits), np.uint8), _joined(made)])
+        coded: ByteArray = np.concatenate([np.frombuffer(b"\1\0\0\0" + _checksum(bits), np.uint8), _joined(made)])
         return min(coded, raw, key=len)
 
     def _exactly(
-        self, body: Codes, told: Sequence[Any], j: Sequence[Whole], k: int, section: Section, positions: Positions
+        self, body: ByteArray, told: Sequence[Any], j: Sequence[Whole], k: int, section: Section, positions: Positions
     ) -> Numbers:
         if body[:START].tolist() == [0, 0, 0, 0] and body.size == body_nbytes(self._raw(section)):
             made: Numbers = body[START : self._raw(section)].copy().view(section.dtype.numpy).reshape(section.shape)
@@ -367,7 +369,7 @@ def _numbers(level: int, j: Whole, k: int) -> tuple[int, Any, Whole]:
     return levels.STEPS[level] * levels.FINE, levels.centres()[level], SCALES[j + k - LEAST_J]
 
 
-def written(groups: Sequence[Group], q: Sequence[Any], j: Sequence[Whole], level: int) -> Codes:
+def written(groups: Sequence[Group], q: Sequence[Any], j: Sequence[Whole], level: int) -> ByteArray:
     """Return the encoded rows of a level. q: the groups' numbers of the finest lossy level."""
     made = []
     for g, of, by in zip(groups, q, j, strict=True):
@@ -393,13 +395,13 @@ def streams_of(numbers: int) -> int:
     return min(STREAMS_MAX, 1 << (numbers // STREAM_NUMBERS).bit_length())
 
 
-def _joined(made: Sequence[tuple[Any, Any]]) -> Codes:
+def _joined(made: Sequence[tuple[Any, Any]]) -> ByteArray:
     sizes = np.array([words.size for _, words in made], "<u4")
     parts = [sizes, *(states.astype("<u4") for states, _ in made), *(words.astype("<u2") for _, words in made)]
     return np.concatenate([part.view(np.uint8) for part in parts])
 
 
-def _parted(body: Codes, streams: Sequence[int]) -> tuple[Any, list[Any], Any]:
+def _parted(body: ByteArray, streams: Sequence[int]) -> tuple[Any, list[Any], Any]:
     """Undo `_joined`. Returns each row's count of words, each row's states, and all words.
 
     Raises SizeError, DamagedError.

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section
+from manthan.codec.base import ByteArray, Codec, Dtype, Numbers, Positions, Section
 from manthan.codec.errors import NonFiniteError
 
 LARGEST = {Dtype.BFLOAT16: 3.3895313892515355e38, Dtype.FLOAT16: 65504.0, Dtype.FLOAT32: 3.4028234663852886e38}
@@ -137,22 +137,24 @@ class Fp8Codec(Codec):
     def expected_nbytes(self, section: Section) -> int:
         return self._codec.expected_nbytes(_wide(section))
 
-    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: ByteArray) -> int:
         return self.encode_parts(x, section, positions, out)[0]
 
-    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        return self.decode_parts(codes, (), section, positions)
+    def decode(self, encoded: ByteArray, section: Section, positions: Positions) -> Numbers:
+        return self.decode_parts(encoded, (), section, positions)
 
-    def encode_parts(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> tuple[int, list[Codes]]:
+    def encode_parts(
+        self, x: Numbers, section: Section, positions: Positions, out: ByteArray
+    ) -> tuple[int, list[ByteArray]]:
         floats = as_floats(x, section.dtype)
         if self._scales is not None:
             floats *= self._scales
         return self._codec.encode_parts(floats, _wide(section), positions, out)
 
     def decode_parts(
-        self, codes: Codes, refinements: Sequence[Codes], section: Section, positions: Positions
+        self, encoded: ByteArray, refinements: Sequence[ByteArray], section: Section, positions: Positions
     ) -> Numbers:
-        made: Floats = self._codec.decode_parts(codes, refinements, _wide(section), positions)
+        made: Floats = self._codec.decode_parts(encoded, refinements, _wide(section), positions)
         if self._scales is not None:
             made = made / self._scales
         return as_numbers(made, section.dtype)

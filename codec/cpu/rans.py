@@ -36,7 +36,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Codes
+from manthan.codec.base import ByteArray
 from manthan.codec.errors import DamagedError, SizeError
 from manthan.codec.tables.frequencies import SCALE
 
@@ -107,11 +107,11 @@ def _counts(numbers: int) -> np.dtype[np.unsignedinteger]:
     return np.dtype("<u2" if numbers * WORDS_A_NUMBER < 1 << 16 else "<u4")
 
 
-def check_front(codes: Codes, codec: str, most_doublings: int) -> int:
+def check_front(encoded: ByteArray, codec: str, most_doublings: int) -> int:
     """Return the number of doublings, or k of `klt`, from the front of an encoded section. Raises DamagedError."""
-    front: list[int] = codes[:START].tolist()
+    front: list[int] = encoded[:START].tolist()
     if front != [VERSION, front[1], 0, 0] or front[1] > most_doublings:
-        raise DamagedError(f"codes of {codec} begin with {bytes(front).hex()}: 01000000 does.")
+        raise DamagedError(f"bytes of {codec} begin with {bytes(front).hex()}: 01000000 does.")
     return front[1]
 
 
@@ -149,7 +149,7 @@ class Coder:
         return numbers
 
     def write(
-        self, numbers: Integers | npt.NDArray[np.float64], rows_of: Callable[[int], Rows], out: Codes
+        self, numbers: Integers | npt.NDArray[np.float64], rows_of: Callable[[int], Rows], out: ByteArray
     ) -> tuple[int, int]:
         """Write whole numbers into the first bytes of `out`, with the fewest doublings of the steps that fit.
 
@@ -176,13 +176,13 @@ class Coder:
                 return doublings, at
         raise AssertionError(f"{numbers.size} zeros do not fit into {out.size} bytes")
 
-    def read(self, codes: Codes, rows: Rows) -> Integers:
+    def read(self, encoded: ByteArray, rows: Rows) -> Integers:
         """Return the numbers that `write` wrote, still divided by 2**doublings. Raises SizeError, DamagedError."""
         count, begin, dtype = len(rows.components), rows.front, rows.counts
-        if codes.size < begin or (codes.size - begin) % 2:
-            raise SizeError(f"{codes.size} bytes are not {count} entropy-coded rows: {begin} and words of 2 bytes are.")
+        if encoded.size < begin or (encoded.size - begin) % 2:
+            raise SizeError(f"{encoded.size} bytes are not {count} rows of rANS: {begin} and words of 2 bytes are.")
         at = count * dtype.itemsize
-        sizes = codes[:at].copy().view(dtype).astype(np.int64)
-        states = codes[at:begin].copy().view("<u4").reshape(count, rows.streams).astype(np.uint32)
-        words = codes[begin:].copy().view("<u2").astype(np.uint16, copy=False)
+        sizes = encoded[:at].copy().view(dtype).astype(np.int64)
+        states = encoded[at:begin].copy().view("<u4").reshape(count, rows.streams).astype(np.uint32)
+        words = encoded[begin:].copy().view("<u2").astype(np.uint16, copy=False)
         return self.decode(Coded(states, sizes, words), rows)

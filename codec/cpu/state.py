@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section
+from manthan.codec.base import ByteArray, Codec, Dtype, Numbers, Positions, Section
 from manthan.codec.cpu.numbers import Floats, as_floats, as_numbers
 from manthan.codec.errors import NonFiniteError, ShapeError, SizeError
 
@@ -67,7 +67,7 @@ class StateCodec(Codec):
             raise ShapeError(f"{section.shape} in {section.dtype.name} are not the {expected} bytes of states.")
         return sum(map(self.coded_nbytes, self.layout.parts))
 
-    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: ByteArray) -> int:
         self.max_nbytes(section)  # raises ShapeError
         pages, start, end = x.reshape(self.layout.layers, self.layout.layer_nbytes), 0, 0
         for part in self.layout.parts:
@@ -79,14 +79,14 @@ class StateCodec(Codec):
                 end += plain.size
         return end
 
-    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
+    def decode(self, encoded: ByteArray, section: Section, positions: Positions) -> Numbers:
         nbytes = self.max_nbytes(section)
-        if codes.size != nbytes:
-            raise SizeError(f"{codes.size} bytes are not states of {section.layers} layers: {nbytes} are.")
+        if encoded.size != nbytes:
+            raise SizeError(f"{encoded.size} bytes are not states of {section.layers} layers: {nbytes} are.")
         layout, start, end = self.layout, 0, 0
-        pages: Codes = np.zeros((layout.layers, layout.layer_nbytes), np.uint8)
+        pages: ByteArray = np.zeros((layout.layers, layout.layer_nbytes), np.uint8)
         for part in layout.parts:
-            some = codes[end : end + self.coded_nbytes(part)]
+            some = encoded[end : end + self.coded_nbytes(part)]
             pages[:, start : start + part.nbytes] = self._decoded(some, part).view(np.uint8).reshape(layout.layers, -1)
             start, end = start + part.nbytes, end + some.size
         return pages.reshape(section.shape)
@@ -102,7 +102,7 @@ class StateCodec(Codec):
         numbers = self.layout.layers * part.nbytes // part.dtype.numpy.itemsize
         return numbers + 4 * (numbers // part.row) if self.is_int8 else 2 * numbers
 
-    def _encoded(self, found: Codes, part: StatePart) -> list[npt.NDArray[np.generic]]:
+    def _encoded(self, found: ByteArray, part: StatePart) -> list[npt.NDArray[np.generic]]:
         """Return the arrays to write for a part. found: the part's bytes, uint8 [layers, nbytes]."""
         if self.is_exact(part):
             return [found]
@@ -117,12 +117,12 @@ class StateCodec(Codec):
         steps = np.divide(x, scales[:, None], out=np.zeros_like(x), where=scales[:, None] > 0)
         return [scales, np.clip(np.rint(steps), -LEVELS, LEVELS).astype(np.int8)]
 
-    def _decoded(self, codes: Codes, part: StatePart) -> npt.NDArray[np.generic]:
+    def _decoded(self, encoded: ByteArray, part: StatePart) -> npt.NDArray[np.generic]:
         """Return a part's decoded bytes or numbers, for all layers."""
         if self.is_exact(part):
-            return codes
+            return encoded
         if not self.is_int8:
-            return as_numbers(as_floats(codes.view(np.uint16)), part.dtype)
-        rows = codes.size // (part.row + 4)
-        scales, steps = codes[: 4 * rows].copy().view(np.float32), codes[4 * rows :].view(np.int8)
+            return as_numbers(as_floats(encoded.view(np.uint16)), part.dtype)
+        rows = encoded.size // (part.row + 4)
+        scales, steps = encoded[: 4 * rows].copy().view(np.float32), encoded[4 * rows :].view(np.int8)
         return as_numbers(steps.reshape(rows, part.row) * scales[:, None], part.dtype)

@@ -27,7 +27,7 @@ class Job(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_uint64)
-            for name in ("caches", "block_ids", "offsets", "codes", "headers", "status", "sizes")
+            for name in ("caches", "block_ids", "offsets", "buffer", "headers", "status", "sizes")
         ),
         *((name, ctypes.c_int64) for name in ("nbytes", "head_nbytes", "block_stride")),
         ("at", ctypes.c_int64 * 2),
@@ -67,19 +67,19 @@ class Job(ctypes.Structure):
             vector_nbytes=layout.head_dim * layout.number.itemsize,
         )
 
-    def of(self, batch: Batch, codes: torch.Tensor) -> Self:
+    def of(self, batch: Batch, buffer: torch.Tensor) -> Self:
         """Return a copy of the job for the batch's blocks."""
         job = type(self).from_buffer_copy(self)
         job.block_ids, job.offsets = batch.block_ids.data_ptr(), batch.offsets.data_ptr()
         job.headers, job.status = batch.headers.data_ptr(), batch.status.data_ptr()
-        job.codes, job.n = codes.data_ptr(), len(batch.block_ids)
+        job.buffer, job.n = buffer.data_ptr(), len(batch.block_ids)
         return job
 
 
 def addresses(layout: PagedLayout) -> torch.Tensor:
     """Return the addresses of the caches, then of the layers of opaque bytes: int64 [layers], on the caches' device."""
-    beside = layout.beside.caches if layout.beside else ()
-    return torch.tensor([layer.data_ptr() for layer in (*layout.caches, *beside)], device=layout.caches[0].device)
+    opaque = layout.opaque.caches if layout.opaque else ()
+    return torch.tensor([layer.data_ptr() for layer in (*layout.caches, *opaque)], device=layout.caches[0].device)
 
 
 def exact_jobs(layout: PagedLayout, caches: torch.Tensor, form: Form, exact: int) -> list[Job]:
@@ -88,7 +88,7 @@ def exact_jobs(layout: PagedLayout, caches: torch.Tensor, form: Form, exact: int
     for run in layout.raw():
         jobs.append(Job.plan(run, caches[first:], form, 0, 1, (at, at)))
         first, at = first + len(run.caches), at + len(run.caches) * jobs[-1].vector_nbytes
-    places = list(zip(form.starts, form.sizes, strict=True))[int(layout.beside is not None) :]
+    places = list(zip(form.starts, form.sizes, strict=True))[int(layout.opaque is not None) :]
     return jobs + [
         Job.plan(each, caches, form, 0, tokens, (start, start + size // 2))
         for (each, tokens), (start, size) in zip(layout.kept(exact), places, strict=False)
@@ -99,7 +99,7 @@ def scales_of(layout: PagedLayout, form: Form) -> dict[str, int]:
     """Return kernel arguments for the scales of latents, fields of `struct Sections`. Empty without scales."""
     if layout.scales is None:
         return {}
-    section = int(layout.scales.place == 0 and layout.beside is not None)
+    section = int(layout.scales.place == 0 and layout.opaque is not None)
     return {"kept_at": form.starts[section], "kept_stride": layout.scales.stride}
 
 

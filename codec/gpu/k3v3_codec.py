@@ -38,32 +38,32 @@ class K3v3PagedCodec(PagedCodec):
         self._addresses, self._plans = addresses(layout), dict[int, K3v3Plan]()
         self._kernels = _module(layout.coded.head_dim, layout.dtype, self.device, is_aligned(layout))
 
-    def encode(self, batch: Batch, codes: torch.Tensor) -> None:
+    def encode(self, batch: Batch, buffer: torch.Tensor) -> None:
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
         for job in plan.exact:
-            self._launch("encode_exact", job, batch, codes, job.kinds * job.layers * job.heads)
+            self._launch("encode_exact", job, batch, buffer, job.kinds * job.layers * job.heads)
         if plan.coded is not None:
-            self._launch_coded("encode", plan.coded, batch, codes)
-        self._launch("seal", plan.seal, batch, codes, ALONE)
+            self._launch_coded("encode", plan.coded, batch, buffer)
+        self._launch("seal", plan.seal, batch, buffer, ALONE)
 
-    def verify(self, batch: Batch, codes: torch.Tensor) -> None:
-        self._launch("verify", self._plan(batch.exact).seal, batch, codes, ALONE)
+    def verify(self, batch: Batch, buffer: torch.Tensor) -> None:
+        self._launch("verify", self._plan(batch.exact).seal, batch, buffer, ALONE)
 
-    def decode(self, batch: Batch, codes: torch.Tensor) -> None:
+    def decode(self, batch: Batch, buffer: torch.Tensor) -> None:
         plan = self._plan(batch.exact)
         for job in plan.exact:
-            self._launch("decode_exact", job, batch, codes, job.kinds * job.layers * job.heads)
+            self._launch("decode_exact", job, batch, buffer, job.kinds * job.layers * job.heads)
         if plan.coded is not None:
-            self._launch_coded("decode", plan.coded, batch, codes)
+            self._launch_coded("decode", plan.coded, batch, buffer)
 
-    def _launch_coded(self, name: str, job: Job, batch: Batch, codes: torch.Tensor) -> None:
+    def _launch_coded(self, name: str, job: Job, batch: Batch, buffer: torch.Tensor) -> None:
         """Launch a kernel with a warp for each vector."""
-        self._launch(name, job, batch, codes, job.kinds * job.layers * job.heads * job.tokens)
+        self._launch(name, job, batch, buffer, job.kinds * job.layers * job.heads * job.tokens)
 
-    def _launch(self, name: str, job: Job, batch: Batch, codes: torch.Tensor, warps: int) -> None:
+    def _launch(self, name: str, job: Job, batch: Batch, buffer: torch.Tensor, warps: int) -> None:
         """Launch a kernel. warps: most warps that have work in one KV block."""
-        of_batch = job.of(batch, codes)
+        of_batch = job.of(batch, buffer)
         self._kernels.launch(name, of_batch, of_batch.n * warps)
 
     def _plan(self, exact: int) -> K3v3Plan:

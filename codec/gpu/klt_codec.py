@@ -62,7 +62,7 @@ class Sections(ctypes.Structure):
     """`struct Sections` of parts.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "offsets", "codes", "headers", "status")),
+        *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "offsets", "buffer", "headers", "status")),
         *((name, ctypes.c_uint64) for name in ("nbytes", "ends", "turns", "groups", "vectors", "mean", "gain")),
         *((name, ctypes.c_uint64) for name in ("weigher", "offset", "table_of", "tables")),
         *((name, ctypes.c_uint64) for name in ("rows", "products", "numbers", "shifts", "steps")),
@@ -106,14 +106,14 @@ class Sections(ctypes.Structure):
             **scales_of(paged, form),
         )
 
-    def of(self, batch: Batch, codes: Tensor, some: slice = ALL) -> Self:
+    def of(self, batch: Batch, buffer: Tensor, some: slice = ALL) -> Self:
         """Return a copy of the arguments for blocks `some` of a batch."""
         job = type(self).from_buffer_copy(self)
         job.block_ids, job.offsets = batch.block_ids[some].data_ptr(), batch.offsets[some].data_ptr()
         job.headers, job.turns = batch.headers[some].data_ptr(), batch.turns[some].data_ptr()
         job.status, job.nbytes = batch.status[some].data_ptr(), batch.nbytes[some].data_ptr()
         job.ends, job.levels = batch.ends[some].data_ptr(), batch.levels[some].data_ptr()
-        job.codes, job.n = codes.data_ptr(), len(batch.block_ids[some])
+        job.buffer, job.n = buffer.data_ptr(), len(batch.block_ids[some])
         return job
 
 
@@ -293,7 +293,7 @@ class KltPagedCodec(PagedCodec):
         scales = layout.scales.nbytes if layout.scales else 0
         self._kernels = _module(*shape, self.device, is_aligned(layout), *pairs, scales)
 
-    def encode(self, batch: Batch, codes: Tensor) -> None:
+    def encode(self, batch: Batch, buffer: Tensor) -> None:
         """Encode. A status becomes 0 for infinities, NaNs, or numbers too far from the profile's mean.
 
         These exceed fp16 if divided by the profile's deviations, or make a block too large even with the largest steps.
@@ -301,32 +301,32 @@ class KltPagedCodec(PagedCodec):
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
         for kept in plan.exact:
-            self._launch_exact("encode_exact", kept, batch, codes)
+            self._launch_exact("encode_exact", kept, batch, buffer)
         if plan.model is None:
-            self._launch_one("seal", plan.seal, batch, codes)
+            self._launch_one("seal", plan.seal, batch, buffer)
             return
         with torch.inference_mode():
-            for job in self._jobs(plan, batch, codes, ENCODING):
+            for job in self._jobs(plan, batch, buffer, ENCODING):
                 self._encode(job, plan.model)
 
-    def verify(self, batch: Batch, codes: Tensor) -> None:
+    def verify(self, batch: Batch, buffer: Tensor) -> None:
         plan = self._plan(batch.exact)
         if plan.sections is None:
-            self._launch_one("verify", plan.seal, batch, codes)
+            self._launch_one("verify", plan.seal, batch, buffer)
             return
-        job = plan.sections.of(batch, codes)
+        job = plan.sections.of(batch, buffer)
         self._launch("find_parts", job, ALONE)
         self._launch("verify_parts", job, LEVELS * ALONE)
 
-    def decode(self, batch: Batch, codes: Tensor) -> None:
+    def decode(self, batch: Batch, buffer: Tensor) -> None:
         """Decode. A good block's status becomes 0 if its bytes cannot be decoded."""
         plan = self._plan(batch.exact)
         if plan.model is not None:
             with torch.inference_mode():
-                for job in self._jobs(plan, batch, codes, DECODING):
+                for job in self._jobs(plan, batch, buffer, DECODING):
                     self._decode(job, plan.model)
         for kept in plan.exact:
-            self._launch_exact("decode_exact", kept, batch, codes)
+            self._launch_exact("decode_exact", kept, batch, buffer)
 
     def _encode(self, job: Sections, model: Model) -> None:
         numbers, _ = kept = self._books(job)
@@ -392,14 +392,14 @@ class KltPagedCodec(PagedCodec):
                 yield len(some), some, part
             first += len(run)
 
-    def _jobs(self, plan: Plan, batch: Batch, codes: Tensor, each: int) -> Iterator[Sections]:
+    def _jobs(self, plan: Plan, batch: Batch, buffer: Tensor, each: int) -> Iterator[Sections]:
         """Yield jobs for even runs of the batch: of one block, or within SCRATCH_BYTES. each: bytes for each number."""
         assert plan.sections is not None
         numbers = plan.sections.components * plan.sections.tokens
         n, most = len(batch.block_ids), max(1, SCRATCH_BYTES // (numbers * each))
         runs = -(-n // most)
         for run in range(runs):
-            yield plan.sections.of(batch, codes, slice(run * n // runs, (run + 1) * n // runs))
+            yield plan.sections.of(batch, buffer, slice(run * n // runs, (run + 1) * n // runs))
 
     def _launch(self, name: str, job: Sections, warps: int) -> None:
         """Launch a kernel. warps: most warps that are busy with one KV block of the batch."""
@@ -412,13 +412,13 @@ class KltPagedCodec(PagedCodec):
         warps = job.n * job.groups_count * (ROW_THREADS // 32)
         self._kernels.launch(name, job, warps, threads=ROW_THREADS, shared=tables.there.nbytes)
 
-    def _launch_exact(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
-        of_batch = job.of(batch, codes)
+    def _launch_exact(self, name: str, job: Job, batch: Batch, buffer: Tensor) -> None:
+        of_batch = job.of(batch, buffer)
         self._kernels.launch(name, of_batch, of_batch.n * of_batch.kinds * of_batch.layers * of_batch.heads)
 
-    def _launch_one(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
+    def _launch_one(self, name: str, job: Job, batch: Batch, buffer: Tensor) -> None:
         """Launch a kernel with a block of threads for each encoded block."""
-        of_batch = job.of(batch, codes)
+        of_batch = job.of(batch, buffer)
         of_batch.sizes = batch.nbytes.data_ptr()
         self._kernels.launch(name, of_batch, of_batch.n * ALONE)
 

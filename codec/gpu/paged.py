@@ -62,7 +62,7 @@ class PagedLayout:
     device. A vector is contiguous. In block i, the vector of head h and token t begins at element `at + i *
     block_stride + h * head_stride + t * token_stride`, where `at` is key_at or value_at. value_at: None without values.
     fp8: dtype of the numbers if fp8. latents: layout of the latents (MLA), each cut into pieces that stand as heads of
-    keys; the outer layout's keys are then the part with RoPE. beside: layout of further raw bytes in the same encoded
+    keys; the outer layout's keys are then the part with RoPE. opaque: layout of further raw bytes in the same encoded
     blocks. scales: layout of the latents' scales, see `BlockShape`.
     """
 
@@ -77,7 +77,7 @@ class PagedLayout:
     value_at: int | None
     fp8: Dtype | None = None
     latents: "PagedLayout | None" = None
-    beside: "RawLayout | None" = None
+    opaque: "RawLayout | None" = None
     scales: Scales | None = None
 
     @property
@@ -94,9 +94,9 @@ class PagedLayout:
     def shape(self) -> BlockShape:
         """Shape of the blocks."""
         latent = self.latents.heads * self.latents.head_dim if self.latents else 0
-        beside = self.beside.shape if self.beside else None
+        opaque = self.opaque.shape if self.opaque else None
         numbers = len(self.caches), self.heads, self.tokens, self.head_dim
-        return BlockShape(*numbers, self.dtype, latent, beside, self.scales)
+        return BlockShape(*numbers, self.dtype, latent, opaque, self.scales)
 
     @property
     def ats(self) -> tuple[int, ...]:
@@ -117,13 +117,13 @@ class PagedLayout:
         return [*rope, *([(self.coded, exact)] if exact else [])]
 
     def raw(self) -> "list[PagedLayout]":
-        """Return a layout for each run of consecutive caches of `beside` with rows of equal size.
+        """Return a layout for each run of consecutive caches of `opaque` with rows of equal size.
 
         A cache's bytes of a block stand as one key of one token, in the dtype of `caches`.
         """
-        if self.beside is None:
+        if self.opaque is None:
             return []
-        caches = [cache.view(self.caches[0].dtype) for cache in self.beside.caches]
+        caches = [cache.view(self.caches[0].dtype) for cache in self.opaque.caches]
         told: dict[str, Any] = {"key_at": 0, "value_at": None, "fp8": self.fp8}
         return [
             PagedLayout(tuple(run), 1, 1, size, run[0].stride(0), size, size, **told)
@@ -187,7 +187,7 @@ class Batch(NamedTuple):
     """Blocks of one form, to be encoded, verified or decoded; all tensors on the caches' device.
 
     exact: number of exact first tokens. block_ids: int64 [n], of the paged cache. offsets: int64 [n], byte in the
-    buffer `codes` at which each encoded block begins, a multiple of 16. nbytes: int64 [n], size of each encoded block;
+    buffer at which each encoded block begins, a multiple of 16. nbytes: int64 [n], size of each encoded block;
     written by `encode` if sizes vary, read by `verify`. headers: uint8 [n, bytes of header and section entries], with
     the form's sizes. turns: cosines, then sines, of RoPE, float32 [n, 2, tokens, pairs]; no pairs without RoPE. status:
     int32 [n], written by the codec and read by `decode`. ends, levels: only for codecs with refinements, which follow a
@@ -209,7 +209,7 @@ class Batch(NamedTuple):
 class PagedCodec(ABC):
     """Encodes and decodes blocks of a paged cache, on the current CUDA stream, without waiting for the device.
 
-    codes: buffer of encoded blocks, uint8 [nbytes], contiguous, on the caches' device, aligned to 16 bytes. rope: RoPE
+    buffer: buffer of encoded blocks, uint8 [nbytes], contiguous, on the caches' device, aligned to 16 bytes. rope: RoPE
     that the codec undoes, or None. Raises ShapeError if `layout` and `format` have different shapes.
     """
 
@@ -226,7 +226,7 @@ class PagedCodec(ABC):
         """Return the form of blocks with `exact` exact first tokens. Raises ShapeError."""
         if exact not in self._forms:
             header, sizes = self.format.header(b"", 0, exact), self.format.max_sizes(exact)
-            varies = self.format.codes_vary(exact)
+            varies = self.format.sizes_vary(exact)
             self._forms[exact] = Form(header, sizes, tuple(starts(header, sizes)), block_nbytes(header, sizes), varies)
         return self._forms[exact]
 
@@ -268,22 +268,22 @@ class PagedCodec(ABC):
         return Batch(exact, ids, places, sizes, heads_there.view(n, form.header.nbytes), turns, status, ends, levels)
 
     @abstractmethod
-    def encode(self, batch: Batch, codes: torch.Tensor) -> None:
-        """Encode the paged blocks into `codes`.
+    def encode(self, batch: Batch, buffer: torch.Tensor) -> None:
+        """Encode the paged blocks into `buffer`.
 
         A block's status becomes GOOD. If the codec cannot encode the numbers, such as infinities, the status is 0 to
         GOOD - 1, and the encoded block is invalid.
         """
 
     @abstractmethod
-    def verify(self, batch: Batch, codes: torch.Tensor) -> None:
+    def verify(self, batch: Batch, buffer: torch.Tensor) -> None:
         """Compare each encoded block's header with the batch's, and the checksum with the bytes.
 
         A block's status becomes GOOD, BAD_CHECKSUM, or BAD_HEADER or less.
         """
 
     @abstractmethod
-    def decode(self, batch: Batch, codes: torch.Tensor) -> None:
+    def decode(self, batch: Batch, buffer: torch.Tensor) -> None:
         """Decode the encoded blocks with status GOOD into their paged blocks. No other paged block changes.
 
         A block's status becomes 0 to GOOD - 1 if the codec finds bytes that no encoder writes.

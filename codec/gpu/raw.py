@@ -48,22 +48,22 @@ class RawPagedCodec(PagedCodec):
         self._kernels = kernels or seals(self.device)
         self._job = Job(nbytes=form.nbytes, head_nbytes=form.header.nbytes)
 
-    def encode(self, batch: Batch, codes: Tensor) -> None:
+    def encode(self, batch: Batch, buffer: Tensor) -> None:
         """Encode. Status is GOOD for all blocks, except for states that `StateCoder` cannot encode."""
         batch.status.fill_(GOOD)
         with torch.inference_mode():
             for some in self._batches(batch):
                 rows = self._unsealed(batch, some)
-                _units(codes).index_copy_(0, self._places(batch.offsets[some]), _units(rows.view(-1)))
-        self._launch("seal", batch, codes)
+                _units(buffer).index_copy_(0, self._places(batch.offsets[some]), _units(rows.view(-1)))
+        self._launch("seal", batch, buffer)
 
-    def verify(self, batch: Batch, codes: Tensor) -> None:
-        self._launch("verify", batch, codes)
+    def verify(self, batch: Batch, buffer: Tensor) -> None:
+        self._launch("verify", batch, buffer)
 
-    def decode(self, batch: Batch, codes: Tensor) -> None:
+    def decode(self, batch: Batch, buffer: Tensor) -> None:
         with torch.inference_mode():
             for some in self._batches(batch):
-                rows, block_ids = self._rows(codes, batch.offsets[some]), batch.block_ids[some]
+                rows, block_ids = self._rows(buffer, batch.offsets[some]), batch.block_ids[some]
                 good, at = (batch.status[some] == GOOD)[:, None], self._start
                 if self._coder is not None:
                     rows, at = self._coder.decode(rows[:, at : at + self._coder.nbytes]), 0
@@ -81,8 +81,8 @@ class RawPagedCodec(PagedCodec):
             return rows
         states = torch.empty((len(block_ids), self._raw_nbytes), dtype=torch.uint8, device=self.device)
         self._gather(block_ids, states, 0)
-        codes, batch.status[some] = self._coder.encode(states)
-        rows[:, self._start : self._start + codes.shape[1]] = codes
+        encoded, batch.status[some] = self._coder.encode(states)
+        rows[:, self._start : self._start + encoded.shape[1]] = encoded
         return rows
 
     def _gather(self, block_ids: Tensor, rows: Tensor, start: int) -> None:
@@ -101,9 +101,9 @@ class RawPagedCodec(PagedCodec):
             yield cache, units[:, at:end]
             at = end
 
-    def _rows(self, codes: Tensor, offsets: Tensor) -> Tensor:
-        """Return a copy of the encoded blocks at `offsets` of the buffer `codes`, uint8 [n, nbytes]."""
-        return _units(codes).index_select(0, self._places(offsets)).view(torch.uint8).view(len(offsets), self._nbytes)
+    def _rows(self, buffer: Tensor, offsets: Tensor) -> Tensor:
+        """Return a copy of the encoded blocks at `offsets` of the buffer, uint8 [n, nbytes]."""
+        return _units(buffer).index_select(0, self._places(offsets)).view(torch.uint8).view(len(offsets), self._nbytes)
 
     def _places(self, offsets: Tensor) -> Tensor:
         """Return the indices, in `_units` of the buffer, of all units of the blocks at byte offsets `offsets`."""
@@ -115,15 +115,15 @@ class RawPagedCodec(PagedCodec):
         n, step = len(batch.block_ids), max(1, BYTES_AT_ONCE // max(self._nbytes, self._raw_nbytes))
         return (slice(first, min(first + step, n)) for first in range(0, n, step))
 
-    def _launch(self, name: str, batch: Batch, codes: Tensor) -> None:
+    def _launch(self, name: str, batch: Batch, buffer: Tensor) -> None:
         """Launch a kernel with a block of threads for each encoded block."""
-        job = self._job.of(batch, codes)
+        job = self._job.of(batch, buffer)
         self._kernels.launch(name, job, job.n * ALONE)
 
 
-def _units(codes: Tensor) -> Tensor:
+def _units(buffer: Tensor) -> Tensor:
     """Return the buffer's whole units of ALIGNMENT bytes, as int64 [units, 2]."""
-    return codes[: len(codes) // ALIGNMENT * ALIGNMENT].view(torch.int64).view(-1, ALIGNMENT // 8)
+    return buffer[: len(buffer) // ALIGNMENT * ALIGNMENT].view(torch.int64).view(-1, ALIGNMENT // 8)
 
 
 @lru_cache

@@ -57,11 +57,11 @@ class StateCoder:
         """Return encoded states, and status int32 [n]: GOOD, or the least index, in a part, of a non-finite row."""
         n, device = len(states), states.device
         pages = states.view(n, self._layers, self._layer_nbytes)
-        codes = torch.empty((n, self.nbytes), dtype=torch.uint8, device=device)
+        encoded = torch.empty((n, self.nbytes), dtype=torch.uint8, device=device)
         status = torch.full((n,), GOOD, dtype=torch.int32, device=device)
         for place, found in self._parts(pages):
             if self._codec.is_exact(place.part):
-                codes[:, place.start : place.start + place.nbytes] = found.reshape(n, -1)
+                encoded[:, place.start : place.start + place.nbytes] = found.reshape(n, -1)
                 continue
             for first, last in self._some(place, n):
                 numbers = found[:, first:last].reshape(n, -1).view(NUMBERS[place.part.dtype])
@@ -70,19 +70,21 @@ class StateCoder:
                 status = torch.minimum(status, _first_bad(largest, first * place.numbers // place.part.row))
                 made = self._coded(x, largest)
                 for span, part in zip(self._spans(place, first, last), made, strict=True):
-                    codes[:, span] = part.reshape(n, -1).view(torch.uint8)
-        return codes, status
+                    encoded[:, span] = part.reshape(n, -1).view(torch.uint8)
+        return encoded, status
 
-    def decode(self, codes: Tensor) -> Tensor:
+    def decode(self, encoded: Tensor) -> Tensor:
         """Return the states, uint8 [n, layers * bytes of a layer]; padding is zeros."""
-        n = len(codes)
-        pages = torch.zeros((n, self._layers, self._layer_nbytes), dtype=torch.uint8, device=codes.device)
+        n = len(encoded)
+        pages = torch.zeros((n, self._layers, self._layer_nbytes), dtype=torch.uint8, device=encoded.device)
         for place, to in self._parts(pages):
             if self._codec.is_exact(place.part):
-                to.copy_(codes[:, place.start : place.start + place.nbytes].reshape(to.shape))
+                to.copy_(encoded[:, place.start : place.start + place.nbytes].reshape(to.shape))
                 continue
             for first, last in self._some(place, n):
-                x = self._decoded([codes[:, span].contiguous() for span in self._spans(place, first, last)], place.part)
+                x = self._decoded(
+                    [encoded[:, span].contiguous() for span in self._spans(place, first, last)], place.part
+                )
                 limit = LARGEST[place.part.dtype]
                 numbers = cast(x.clamp(-limit, limit), NUMBERS[place.part.dtype])
                 to[:, first:last] = numbers.view(torch.uint8).view(n, last - first, -1)

@@ -36,8 +36,8 @@ class Turns:
         first_tokens: position of each block's first token.
         """
         places = np.array(first_tokens, np.int64)
-        rows, beside = np.divmod(places, self._tokens)
-        if not len(rows) or beside.any() or rows.max() >= self._most:
+        rows, inside = np.divmod(places, self._tokens)
+        if not len(rows) or inside.any() or rows.max() >= self._most:
             return self._in_place(self._reckoned(places))
         kept = self._upto(int(rows.max()) + 1)
         if (np.diff(rows) == 1).all():  # consecutive blocks, as in a session: a view, no copy

@@ -68,7 +68,7 @@ class Sections(ctypes.Structure):
     """`struct Sections` of sections.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "offsets", "codes", "headers", "status")),
+        *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "offsets", "buffer", "headers", "status")),
         *((name, ctypes.c_uint64) for name in ("nbytes", "turns", "words", "states", "sizes", "places")),
         *((name, ctypes.c_uint64) for name in ("far", "fronts", "doublings", "starts")),
         ("block_stride", ctypes.c_int64),
@@ -110,13 +110,13 @@ class Sections(ctypes.Structure):
             **scales_of(paged, form),
         )
 
-    def of(self, batch: Batch, codes: Tensor, some: slice = ALL) -> Self:
+    def of(self, batch: Batch, buffer: Tensor, some: slice = ALL) -> Self:
         """Return a copy of the job for blocks `some` of a batch."""
         job = type(self).from_buffer_copy(self)
         job.block_ids, job.offsets = batch.block_ids[some].data_ptr(), batch.offsets[some].data_ptr()
         job.headers, job.turns = batch.headers[some].data_ptr(), batch.turns[some].data_ptr()
         job.status, job.nbytes = batch.status[some].data_ptr(), batch.nbytes[some].data_ptr()
-        job.codes, job.n = codes.data_ptr(), len(batch.block_ids[some])
+        job.buffer, job.n = buffer.data_ptr(), len(batch.block_ids[some])
         return job
 
 
@@ -160,10 +160,10 @@ class Wht(ctypes.Structure):
         made.one_token, made.one_number = np.float32(1 / all.tokens), np.float32(1 / numbers)
         return made
 
-    def of(self, batch: Batch, codes: Tensor, some: slice = ALL) -> Self:
+    def of(self, batch: Batch, buffer: Tensor, some: slice = ALL) -> Self:
         """Return a copy of the job for blocks `some` of a batch."""
         job = type(self).from_buffer_copy(self)
-        job.all = self.all.of(batch, codes, some)
+        job.all = self.all.of(batch, buffer, some)
         return job
 
     def part(self, some: range, turns_nbytes: int) -> Self:
@@ -221,32 +221,32 @@ class WhtPagedCodec(PagedCodec):
         kinds, scales = len(self._coded.ats), layout.scales.nbytes if layout.scales else 0
         self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs, kinds, scales)
 
-    def encode(self, batch: Batch, codes: Tensor) -> None:
+    def encode(self, batch: Batch, buffer: Tensor) -> None:
         """Encode the batch. Magnitudes of 2**`wht.LIMIT` or more, in lossy tokens, are refused like infinities."""
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
         for kept in plan.exact:
-            self._launch_exact("encode_exact", kept, batch, codes)
+            self._launch_exact("encode_exact", kept, batch, buffer)
         if plan.rows is not None:
             for some in _groups(plan.rows, len(batch.block_ids), ENCODING):
-                self._encode(plan.rows.of(batch, codes, slice(some.start, some.stop)))
-        self._launch_one("seal", plan.seal, batch, codes)
+                self._encode(plan.rows.of(batch, buffer, slice(some.start, some.stop)))
+        self._launch_one("seal", plan.seal, batch, buffer)
 
-    def verify(self, batch: Batch, codes: Tensor) -> None:
+    def verify(self, batch: Batch, buffer: Tensor) -> None:
         plan = self._plan(batch.exact)
         if plan.rows is None:
-            self._launch_one("verify", plan.seal, batch, codes)
+            self._launch_one("verify", plan.seal, batch, buffer)
         else:
-            job = plan.rows.all.of(batch, codes)
+            job = plan.rows.all.of(batch, buffer)
             self._kernels.launch("verify_sections", job, job.n * ALONE)
 
-    def decode(self, batch: Batch, codes: Tensor) -> None:
+    def decode(self, batch: Batch, buffer: Tensor) -> None:
         """Decode the batch. A good block's status becomes 0 if no encoder writes its bytes."""
         plan = self._plan(batch.exact)
         if plan.rows is not None:
-            self._decode(plan.rows.of(batch, codes), batch.turns[:1].nbytes)
+            self._decode(plan.rows.of(batch, buffer), batch.turns[:1].nbytes)
         for kept in plan.exact:
-            self._launch_exact("decode_exact", kept, batch, codes)
+            self._launch_exact("decode_exact", kept, batch, buffer)
 
     def _encode(self, job: Wht) -> None:
         all = job.all
@@ -301,11 +301,11 @@ class WhtPagedCodec(PagedCodec):
         Each warp also has room there for a mean and for the vectors that RoPE turns at once.
         """
         dim = self._coded.head_dim
-        beside = 4 * dim * (1 + _abreast(dim))
-        each = beside + 2 * job.all.tokens * (dim + 8)
+        fixed = 4 * dim * (1 + _abreast(dim))
+        each = fixed + 2 * job.all.tokens * (dim + 8)
         job.staged = not job.abreast and each <= self._most_shared
         if not job.staged:
-            return Threads(WARPS, WARPS * beside)
+            return Threads(WARPS, WARPS * fixed)
         warps = max(1, min(WARPS, STAGE_BYTES // each))
         return Threads(warps, warps * each)
 
@@ -325,13 +325,13 @@ class WhtPagedCodec(PagedCodec):
         warps = all.rows * -(-all.n * all.streams // 32) * (threads // 32)
         self._kernels.launch(name, job, warps, threads=threads, shared=tables.nbytes if shared else 0)
 
-    def _launch_exact(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
-        of_batch = job.of(batch, codes)
+    def _launch_exact(self, name: str, job: Job, batch: Batch, buffer: Tensor) -> None:
+        of_batch = job.of(batch, buffer)
         self._kernels.launch(name, of_batch, of_batch.n * of_batch.kinds * of_batch.layers * of_batch.heads)
 
-    def _launch_one(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
+    def _launch_one(self, name: str, job: Job, batch: Batch, buffer: Tensor) -> None:
         """Launch a kernel with a block of threads for each encoded block."""
-        of_batch = job.of(batch, codes)
+        of_batch = job.of(batch, buffer)
         of_batch.sizes = batch.nbytes.data_ptr()
         self._kernels.launch(name, of_batch, of_batch.n * ALONE)
 

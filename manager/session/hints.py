@@ -324,8 +324,8 @@ class SaidBySession:
         """
         manager, blocks, tenant = self._manager, self._manager.blocks, session.tenant
         manager.points.leave_spare(session, DropCause.ABANDONED)
-        beside = session.point_rows
-        needed = blocks.nbytes_of(beside) + int(blocks.reserved[beside].sum())
+        point_rows = session.point_rows
+        needed = blocks.nbytes_of(point_rows) + int(blocks.reserved[point_rows].sum())
         if manager.shape.stores_main:
             shape = manager.shape.groups[manager.shape.main]
             counts = manager.sink_tokens(rows, manager.shape.main)

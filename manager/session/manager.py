@@ -474,11 +474,11 @@ class SessionManager:
     def load_started(self, load_id: str, rows: Rows) -> Rows:
         """Pin the rows that a load reads, with those of the resume point behind `rows`. Return the point's rows."""
         point = self.points.at(int(rows[-1])) if self.points.is_needed and len(rows) else None
-        beside = NO_ROWS if point is None else point.rows
+        point_rows = NO_ROWS if point is None else point.rows
         pinned = rows if self.shape.stores_main else NO_ROWS
-        self._loading[load_id] = np.concatenate([pinned, beside])
+        self._loading[load_id] = np.concatenate([pinned, point_rows])
         self.blocks.refer(self.blocks.pins, self._loading[load_id], +1)
-        return beside
+        return point_rows
 
     def load_job(
         self, group: int, hashes: Sequence[bytes], ids: Sequence[int], session: Session, request_id: str | None = None
@@ -887,18 +887,18 @@ class SessionManager:
         rows, tokens = session.rows, self.shape.block_tokens
         if self.pool.lookup(self.shape.main, blocks.hashes(rows[:1])) != [-1]:
             self.to_order += ((self.pool.keep, part) for part in split(rows[::-1]))  # the tail is overwritten first
-        beside = session.point_rows
-        pool_nbytes = sum(self.shape.groups[group].pool_nbytes for group in blocks.group[beside].tolist())
+        point_rows = session.point_rows
+        pool_nbytes = sum(self.shape.groups[group].pool_nbytes for group in blocks.group[point_rows].tolist())
         self.events(
             events.Evicted(
                 session.session_id,
                 blocks=len(rows),
-                beside=len(beside),
+                beside=len(point_rows),
                 tokens=len(rows) * tokens,
                 pool_nbytes=len(rows) * self.shape.pool_nbytes + pool_nbytes,
                 stored=session.stored,
                 stored_nbytes=session.stored_nbytes,
-                cold_nbytes=blocks.nbytes_of(rows) + blocks.nbytes_of(beside),
+                cold_nbytes=blocks.nbytes_of(rows) + blocks.nbytes_of(point_rows),
                 exact=int((blocks.exact[rows] > 0).sum()),
                 idle_s=began - session.last_used,
                 took_s=now - began,

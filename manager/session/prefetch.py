@@ -208,8 +208,8 @@ class Prefetcher:
     def _begin(self, session: Session) -> _Load:
         """Begin a load: reference the session's resident blocks, and take free blocks for the rest."""
         manager, blocks = self._manager, self._manager.blocks
-        beside = manager.load_started(f"prefetch of {session.session_id}", session.rows)
-        rows = np.concatenate([session.rows, beside])
+        point_rows = manager.load_started(f"prefetch of {session.session_id}", session.rows)
+        rows = np.concatenate([session.rows, point_rows])
         groups = np.array([manager.pool_group(group) for group in blocks.group[rows].tolist()])
         hashes = blocks.hashes(rows)
         ids = np.full(len(rows), -1, np.int64)

@@ -37,11 +37,11 @@ class Circuit:
     The time doubles from BREAK_FIRST_S to BREAK_MOST_S with each failure in a row. Up to half is cut at random.
 
     Args:
-        ring: Called when `is_up` changes, on the thread whose command changed it.
+        wake: Called when `is_up` changes, on the thread whose command changed it.
     """
 
-    def __init__(self, ring: Callable[[], None] = lambda: None) -> None:
-        self._ring = ring
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+        self._wake = wake
         self._lock = threading.Lock()
         self._failures = 0
         self._until = 0.0
@@ -82,7 +82,7 @@ class Circuit:
                 self._until = time.monotonic() + longest * random.uniform(0.5, 1.0)
             changed = self.is_up is not was_up
         if changed:
-            self._ring()
+            self._wake()
 
 
 def connect(config: RedisConfig, threads: int = 1) -> Client:

@@ -47,7 +47,7 @@ class Namespace:
         return f"{self.prefix}{self.name}:block:{block_hash.hex()}:{group}:{shard}"
 
 
-def lives_s(ttl_s: float, depth: int) -> float:
+def block_ttl_s(ttl_s: float, depth: int) -> float:
     """Return the time to live, from the session's last use, of the block with `depth` blocks before it, in seconds."""
     return ttl_s * (1 - FALL * depth / (depth + HALF))
 

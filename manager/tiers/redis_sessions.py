@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 from manthan.manager.events import BlocksDropped, DropCause
 from manthan.manager.pool import BlockName
 from manthan.manager.tiers.redis_client import BATCH, Circuit, Client, pipelined
-from manthan.manager.tiers.redis_schema import Namespace, lives_s
+from manthan.manager.tiers.redis_schema import Namespace, block_ttl_s
 from manthan.manager.tiers.sealed import Sealer
 from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import TierError
@@ -81,7 +81,7 @@ class RedisSessions:
 
     Args:
         counts: numbers of shards that a block may have: first this engine's, then each other that it can read.
-        ttl_s: seconds from a session's last use until its first block expires; see `lives_s`.
+        ttl_s: seconds from a session's last use until its first block expires; see `block_ttl_s`.
         facts: fields that each Redis hash of a session gets. `engine` names the engine that wrote the hash.
         answered: called on this object's thread when answers are ready.
         sealer: turns sessions' ids into digests; None if blocks are not sealed (encrypted).
@@ -344,7 +344,7 @@ class RedisSessions:
             count, when = len(record.blocks), record.used
             shards = [shard for count in self._renews for shard in self._counts[count]]
             for group, block_hash, depth in record.blocks:
-                until = round(1000 * (record.used + lives_s(self._ttl_s, depth)))
+                until = round(1000 * (record.used + block_ttl_s(self._ttl_s, depth)))
                 names = (namespace.block(group, block_hash, shard) for shard in shards)
                 commands += [("PEXPIREAT", name, until, "GT") for name in names]
         self._ask(commands)

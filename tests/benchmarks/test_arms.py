@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic: budgets are equal, and an answer from the wrong place is refused."""
+"""The benchmarks' arithmetic: budgets are equal, and an answer from the wrong source is refused."""
 
 from pathlib import Path
 from typing import Any

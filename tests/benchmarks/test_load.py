@@ -61,12 +61,12 @@ def test_each_server_has_three_loads(compared: dict[str, Any]) -> None:
     assert [one["arm"] for one in compared["runs"]] == ["plain", f"host-arrival {DEFAULT}"]
     assert [one["seed"] for one in compared["runs"]] == [0, 0]
     for one in compared["runs"]:
-        assert list(one["loads"]) == ["fits", "strangers", "outgrows"]
+        assert list(one["loads"]) == ["fits", "one-turn", "outgrows"]
         for name, load in one["loads"].items():
             assert len(load["requests"]) == load["planned"] >= CHATS * TURNS - 1
             assert all(len(asked["gaps_ms"]) == asked["generated_tokens"] - 1 > 0 for asked in load["requests"])
             returns = [asked for asked in load["requests"] if asked["turn"] > 1]
-            assert bool(returns) == (name != "strangers")
+            assert bool(returns) == (name != "one-turn")
             if name == "fits":
                 assert all(asked["cached_tokens"] >= 512 for asked in returns)
     plain, ours = (one["loads"]["outgrows"]["requests"] for one in compared["runs"])
@@ -139,10 +139,10 @@ def test_the_same_seed_is_the_same_chats() -> None:
 def test_three_loads_of_as_many_requests_in_the_same_time() -> None:
     made = Made(20, 8192, 3, 128, 64, 6.0, FIXED, 12.0, 0)
     loads = three_loads(made, 5120, 16, 40_000)
-    fits, strangers, outgrows = loads.values()
-    assert list(loads) == ["fits", "strangers", "outgrows"]
+    fits, one_turn, outgrows = loads.values()
+    assert list(loads) == ["fits", "one-turn", "outgrows"]
     assert outgrows == made
-    assert (strangers.chats, strangers.turns, strangers.arrive_s) == (60, 1, 24.0)
+    assert (one_turn.chats, one_turn.turns, one_turn.arrive_s) == (60, 1, 24.0)
     assert fits.chats * (fits.longest // 16 + 2) <= 5120 < made.chats * made.longest // 16
     assert fits.chats * fits.turns >= 60
     assert fits.arrive_s + fits.think_s * (fits.turns - 1) == pytest.approx(24.0)
@@ -155,7 +155,7 @@ def test_three_loads_of_as_many_requests_in_the_same_time() -> None:
 def timed(arm: str, seed: int, first_ms: float, gap_ms: float, ordering: str = "returns") -> dict[str, Any]:
     asked = {"error": "", "ttft_s": first_ms / 1e3, "gaps_ms": [gap_ms, 0.1]}
     lost = asked | {"error": "refused", "ttft_s": 0.0}
-    loads = {load: {"requests": [asked, lost]} for load in ("fits", "strangers", "outgrows")}
+    loads = {load: {"requests": [asked, lost]} for load in ("fits", "one-turn", "outgrows")}
     return {"arm": arm, "seed": seed, "loads": loads, "manthan": {"ordering": ordering}}
 
 

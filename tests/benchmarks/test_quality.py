@@ -106,7 +106,7 @@ def coded(codec: str, blocks: int) -> CodedPrefix:
 
 
 def test_bytes_are_those_of_encoded_blocks_exact_tokens_in_them() -> None:
-    token, head = 800, 128 + 64  # of codes; of a header and a section
+    token, head = 800, 128 + 64  # of encoded numbers; of a header and a section
     encoded = 32 * token + head + 64
     first, exact = 4 * 4096 + 28 * token + head + 128, 32 * 4096 + head
     prefix = coded("k3v3", 8)

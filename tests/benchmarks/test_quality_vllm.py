@@ -1,4 +1,4 @@
-"""What compression costs the tiny model on a real engine, beside the same pieces with Transformers."""
+"""What compression costs the tiny model on a real engine, next to the same pieces with Transformers."""
 
 import json
 import random

@@ -21,7 +21,7 @@ PRINT, KEY = bytes(range(16)), b"k" * 32
 SHAPE = BlockShape(layers=3, heads=2, tokens=16, head_dim=64)
 LATENTS = BlockShape(layers=3, heads=1, tokens=16, head_dim=64, latent=512)
 INDEX = BlockShape(1, 3 * 132, 16, 1, Dtype.UINT8)
-SPARSE = replace(LATENTS, beside=INDEX)
+SPARSE = replace(LATENTS, opaque=INDEX)
 PLACES = {
     SectionKind.KEYS: (0,),
     SectionKind.VALUES: (1,),
@@ -32,15 +32,15 @@ PLACES = {
 SHAPES = {
     "keys and values": SHAPE,
     "latents": LATENTS,
-    "latents beside bytes": SPARSE,
-    "keys and values beside bytes": replace(SHAPE, beside=INDEX),
+    "latents and opaque bytes": SPARSE,
+    "keys, values and opaque bytes": replace(SHAPE, opaque=INDEX),
 }
 each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 each_exact = pytest.mark.parametrize("exact", [0, 1, 4, 15, 16])
 
 
 def numbers(shape, seed=0, bias=0.0, blocks=1):
-    """Keys and values, or RoPE's part and latents behind an RMS norm, in the cache's numbers; and bytes beside."""
+    """Keys and values, or RoPE's part and latents behind an RMS norm, in the cache's numbers; and opaque bytes."""
     rng, made = np.random.default_rng(seed), []
     for layers, heads, tokens, dim in (shape.numbers, shape.value_numbers):
         x = rng.standard_normal((layers, blocks * tokens, heads * dim))
@@ -49,7 +49,7 @@ def numbers(shape, seed=0, bias=0.0, blocks=1):
             x /= np.sqrt(np.square(x).mean(axis=2, keepdims=True))
         x = x.reshape(layers, blocks * tokens, heads, dim).swapaxes(1, 2).astype(np.float32)
         made.append(in_cache(x, shape.dtype))
-    return made if shape.beside is None else [*made, rng.integers(0, 256, shape.beside.numbers, np.uint8)]
+    return made if shape.opaque is None else [*made, rng.integers(0, 256, shape.opaque.numbers, np.uint8)]
 
 
 def encode(form, both, exact=0, first_token=0, key=KEY):
@@ -85,7 +85,7 @@ def test_a_block_comes_back_as_its_sections_do(name, exact, dtype, shape):
     form, both = BlockFormat(name, shape, PRINT, group=3), numbers(shape)
     buf = encode(form, both, exact, first_token=160)
     assert len(buf) <= form.max_nbytes(exact)
-    assert len(buf) == form.max_nbytes(exact) or form.codes_vary(exact)
+    assert len(buf) == form.max_nbytes(exact) or form.sizes_vary(exact)
     header = wire.parse(buf, key=KEY, fingerprint=PRINT, group=3).header
     assert header == form.header(KEY, 160, exact)
     assert form.exact_of(header) == (exact or (shape.tokens if name == "exact" and shape.latent else 0))
@@ -149,8 +149,8 @@ FORGED = {
     "payloads traded": (SHAPE, 4, lambda header: header, "size", (3072 - 16, 2976, 2976)),
     "a payload too long": (SHAPE, 0, lambda header: header, "size", (4992, 4992)),
     "no keys": (LATENTS, 4, with_sections(lambda found: found[1:]), "size", None),
-    "no bytes beside": (SPARSE, 4, with_sections(lambda found: found[1:]), "size", None),
-    "bytes beside where there are none": (
+    "no opaque bytes": (SPARSE, 4, with_sections(lambda found: found[1:]), "size", None),
+    "opaque bytes where there are none": (
         LATENTS,
         4,
         with_sections(lambda found: sections("k3v3", SPARSE, 4)),
@@ -222,10 +222,10 @@ def test_numbers_of_another_block_are_refused():
         BlockFormat("k3v4", SHAPE, PRINT)
 
 
-# ---- bytes beside
+# ---- opaque bytes
 
 
-def test_bytes_beside_are_a_section_of_a_fixed_size_ahead_of_the_others():
+def test_opaque_bytes_are_a_section_of_a_fixed_size_ahead_of_the_others():
     form, arrays = BlockFormat("wht-5x", SPARSE, PRINT), numbers(SPARSE)
     block = wire.parse(encode(form, arrays), key=KEY, fingerprint=PRINT)
     assert [section.kind.name for section in block.header.sections] == ["RAW", "KEYS", "LATENT"]
@@ -251,14 +251,14 @@ def test_damage_in_any_section_is_found(part):
         assert refusal.value.cause == "checksum"
 
 
-def test_bytes_beside_of_another_shape_are_refused():
+def test_opaque_bytes_of_another_shape_are_refused():
     form, (turned, latents, index) = BlockFormat("wht-5x", SPARSE, PRINT), numbers(SPARSE)
     for arrays in ((turned, latents), (turned, latents, index[:, 1:])):
         with pytest.raises(ShapeError, match="are not a block of"):
             encode(form, arrays)
     with pytest.raises(ShapeError, match="int8"):
         encode(form, (turned, latents, index.view(np.int8)))
-    other = BlockFormat("wht-5x", replace(SPARSE, beside=replace(INDEX, heads=INDEX.heads + 3)), PRINT)
+    other = BlockFormat("wht-5x", replace(SPARSE, opaque=replace(INDEX, heads=INDEX.heads + 3)), PRINT)
     with pytest.raises(SizeError):
         other.decode(encode(form, numbers(SPARSE)), key=KEY)
 
@@ -286,9 +286,9 @@ def test_latents_that_cannot_be_coded_are_refused():
 
 
 @pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT8_E4M3])
-@pytest.mark.parametrize("shape", [LATENTS, SPARSE], ids=["alone", "beside bytes"])
+@pytest.mark.parametrize("shape", [LATENTS, SPARSE], ids=["alone", "opaque bytes"])
 def test_a_profile_makes_latents_smaller_and_no_worse(shape, dtype):
-    """Their differences lie in few directions. RoPE's part, the first tokens and the bytes beside are as they were."""
+    """Their differences lie in few directions. RoPE's part, the first tokens and the opaque bytes are as they were."""
     shape, facts = replace(shape, dtype=dtype), ModelFacts(profile=profiles.built_of_latents())
     arrays = numbers(shape)
     x = profiles.latents(16, seed=5)

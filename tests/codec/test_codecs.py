@@ -1,4 +1,4 @@
-"""Rules for every lossy codec: what comes back, sizes, and refusals of numbers and of codes."""
+"""Rules for every lossy codec: what comes back, sizes, and refusals of numbers and of encoded bytes."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def sample(name, kind, dtype=Dtype.BFLOAT16, *, tokens=16, seed=99, scale=1):
 
 
 def parts(codec, x, section, positions):
-    """Return the base's codes, and the refinements."""
+    """Return the base's bytes, and the refinements."""
     out = np.full(2 * codec.max_nbytes(section), 255, np.uint8)
     nbytes, refinements = codec.encode_parts(x, section, positions, out)
     return out[:nbytes].copy(), refinements

@@ -1,4 +1,4 @@
-"""States, and latents beside bytes, on a GPU, played on the CPU: numpy's blocks, and the same numbers back."""
+"""States, and latents with opaque bytes, on a GPU, played on the CPU: numpy's blocks, and the same numbers back."""
 
 from dataclasses import replace
 
@@ -32,24 +32,24 @@ def test_states(option: str, number: Dtype, at_once: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("exact", [0, 4, 16])
-@pytest.mark.parametrize("beside", [132, 64])
-def test_latents_beside_bytes(beside: int, exact: int) -> None:
-    device_blocks.latents(FormatCodec, beside=beside, exact=exact).check()
-    device_blocks.kv(FormatCodec, beside=beside, exact=exact).check()
+@pytest.mark.parametrize("opaque", [132, 64])
+def test_latents_with_opaque_bytes(opaque: int, exact: int) -> None:
+    device_blocks.latents(FormatCodec, opaque=opaque, exact=exact).check()
+    device_blocks.kv(FormatCodec, opaque=opaque, exact=exact).check()
 
 
 @pytest.mark.parametrize("kind", [Dtype.FLOAT8_E4M3, Dtype.FLOAT8_E5M2])
-@pytest.mark.parametrize("beside", [0, 132])
-def test_latents_in_fp8(beside: int, kind: Dtype) -> None:
-    device_blocks.latents(FormatCodec, beside=beside, exact=4, fp8=kind).check()
+@pytest.mark.parametrize("opaque", [0, 132])
+def test_latents_in_fp8(opaque: int, kind: Dtype) -> None:
+    device_blocks.latents(FormatCodec, opaque=opaque, exact=4, fp8=kind).check()
 
 
 @pytest.mark.parametrize("exact", [0, 4, 64])
-@pytest.mark.parametrize("beside", [0, 132])
+@pytest.mark.parametrize("opaque", [0, 132])
 @pytest.mark.parametrize("scales", [V32, V4], ids=["V3.2", "V4"])
-def test_kernels_are_told_where_scales_lie(scales: Scales, beside: int, exact: int) -> None:
+def test_kernels_are_told_where_scales_lie(scales: Scales, opaque: int, exact: int) -> None:
     """Among the exact bytes of an encoded block: the exact sections, played on the CPU, have them there."""
-    world = device_blocks.scaled(FormatCodec, "wht-5x", scales, beside=beside, exact=exact)
+    world = device_blocks.scaled(FormatCodec, "wht-5x", scales, opaque=opaque, exact=exact)
     world.check()
     layout, block = world.codec.layout, np.zeros(world.form.nbytes, np.uint8)
     there = addresses(layout)
@@ -69,7 +69,7 @@ def test_kernels_are_told_where_scales_lie(scales: Scales, beside: int, exact: i
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernels_are_told_where_sections_that_stay_as_they_are_lie(dtype: torch.dtype, exact: int) -> None:
     """Played on the CPU: the bytes of other layers, RoPE's part, and the first tokens' latents, both ways."""
-    world = device_blocks.latents(FormatCodec, beside=132, exact=exact, dtype=dtype)
+    world = device_blocks.latents(FormatCodec, opaque=132, exact=exact, dtype=dtype)
     layout = world.codec.layout
     there = addresses(layout)
     jobs, block = exact_jobs(layout, there, world.form, exact), np.zeros(world.form.nbytes, np.uint8)
@@ -86,9 +86,9 @@ def test_kernels_are_told_where_sections_that_stay_as_they_are_lie(dtype: torch.
         assert np.array_equal(x[:, :, some], y[:, :, some])
 
 
-def test_vectors_beside_bytes_at_odd_places_are_copied_number_by_number() -> None:
-    assert is_aligned(device_blocks.latents(FormatCodec, beside=132).codec.layout)
-    assert not is_aligned(device_blocks.latents(FormatCodec, beside=132, tokens=2).codec.layout)
+def test_vectors_behind_opaque_bytes_at_odd_places_are_copied_number_by_number() -> None:
+    assert is_aligned(device_blocks.latents(FormatCodec, opaque=132).codec.layout)
+    assert not is_aligned(device_blocks.latents(FormatCodec, opaque=132, tokens=2).codec.layout)
     assert is_aligned(device_blocks.latents(FormatCodec, tokens=2).codec.layout)
 
 
@@ -102,8 +102,8 @@ def test_the_host_never_waits_for_the_device() -> None:
     for option in ("int8", "bf16"):
         world = device_blocks.states(raw_codec, option)
         layout = replace(world.codec.layout, caches=tuple(cache.to("meta") for cache in world.codec.layout.caches))
-        codec, codes = RawPagedCodec(layout, world.format, NoKernels()), world.codes.to("meta")
+        codec, buffer = RawPagedCodec(layout, world.format, NoKernels()), world.buffer.to("meta")
         batch = world.codec.batch(world.exact, KEYS, IDS, FIRST_TOKENS, world.offsets)
         batch = Batch(world.exact, *(part.to("meta") for part in batch[1:]))
         for step in (codec.encode, codec.verify, codec.decode):
-            step(batch, codes)
+            step(batch, buffer)

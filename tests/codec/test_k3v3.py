@@ -11,7 +11,7 @@ LARGEST = float.fromhex("0x1.fep127")
 
 
 def coded(x, dtype=Dtype.FLOAT32):
-    """Codec, section and codes of vectors [n, head_dim]."""
+    """Codec, section and encoded bytes of vectors [n, head_dim]."""
     section = Section(SectionKind.KEYS, "k3v3", 1, len(x), 1, x.shape[-1], dtype)
     codec = get_codec("k3v3", section.head_dim)
     return codec, section, encoded(codec, x.reshape(section.shape), section, np.arange(len(x)))

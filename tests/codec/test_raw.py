@@ -64,20 +64,20 @@ def test_encoded_blocks_are_numpys_and_come_back(
     assert of.layout.unit is unit
     room = of.form(0).nbytes
     offsets = [2 * room + 16, 0, room]
-    codes = torch.full((3 * room + 23,), 7, dtype=torch.uint8)  # a tail that is no whole run
+    buffer = torch.full((3 * room + 23,), 7, dtype=torch.uint8)  # a tail that is no whole run
     batch = batch_of(of, [5, 2, 9], offsets)
-    of.encode(batch, codes)
+    of.encode(batch, buffer)
     assert batch.status.tolist() == [GOOD] * 3
     for n, (block_id, at) in enumerate(zip([5, 2, 9], offsets, strict=True)):
         none = np.empty(of.format.shape.value_numbers, np.uint8)
         told = {"key": bytes([n]) * 32, "first_token": TOKENS * n, "exact": 0}
-        assert np.array_equal(codes[at : at + room].numpy(), of.format.encode(numbers(of, block_id), none, **told))
-    assert (codes[2 * room : 2 * room + 16] == 7).all(), "what lies between blocks is left alone"
+        assert np.array_equal(buffer[at : at + room].numpy(), of.format.encode(numbers(of, block_id), none, **told))
+    assert (buffer[2 * room : 2 * room + 16] == 7).all(), "what lies between blocks is left alone"
     before = [cache.clone() for cache in of.layout.caches]
     back = batch_of(of, [0, 7, 3], offsets)
-    of.verify(back, codes)
+    of.verify(back, buffer)
     assert back.status.tolist() == [GOOD] * 3
-    of.decode(back, codes)
+    of.decode(back, buffer)
     for then, now in zip(before, of.layout.caches, strict=True):
         right = then.clone()
         right[[0, 7, 3]] = then[[5, 2, 9]]
@@ -90,15 +90,15 @@ def test_encoded_blocks_are_numpys_and_come_back(
 def test_a_damaged_block_is_found_and_left_alone(at: int, cause: str) -> None:
     of = codec((64, 128, 64), 256)
     room = of.form(0).nbytes
-    codes = torch.zeros(2 * room, dtype=torch.uint8)
+    buffer = torch.zeros(2 * room, dtype=torch.uint8)
     batch = batch_of(of, [5, 2], [0, room])
-    of.encode(batch, codes)
-    codes[room + at % room] ^= 1
+    of.encode(batch, buffer)
+    buffer[room + at % room] ^= 1
     before = [cache.clone() for cache in of.layout.caches]
     back = batch_of(of, [0, 7], [0, room])
-    of.verify(back, codes)
+    of.verify(back, buffer)
     assert [status_cause(status) for status in back.status.tolist()] == [None, cause]
-    of.decode(back, codes)
+    of.decode(back, buffer)
     for then, now in zip(before, of.layout.caches, strict=True):
         assert torch.equal(now[0], then[5])
         assert torch.equal(now[1:], then[1:])

@@ -29,7 +29,7 @@ def llama(kind, head_dim=64, **parameters):
 
 
 def theirs(module, places=PLACES):
-    """Cosines and sines [places, pairs], their factor in them."""
+    """Cosines and sines [positions, pairs], their factor in them."""
     cos, sin = module(torch.zeros(1, 1, 1), torch.tensor(places)[None])
     pairs = cos.shape[2] // 2
     return cos[0, :, :pairs].numpy(), sin[0, :, :pairs].numpy()
@@ -64,7 +64,7 @@ def test_what_is_turned_can_be_turned_back(turned, interleaved):
     x = np.random.default_rng(0).standard_normal((2, len(PLACES), 64)).astype(np.float32)
     there = rope.turn(x, PLACES)
     assert there[..., turned:] == pytest.approx(x[..., turned:])
-    assert (there[:, 0, :turned]) == pytest.approx(1.3 * x[:, 0, :turned], abs=1e-6)  # at the first place
+    assert (there[:, 0, :turned]) == pytest.approx(1.3 * x[:, 0, :turned], abs=1e-6)  # at the first position
     assert rope.turn_back(there, PLACES) == pytest.approx(x, abs=1e-5)
     pair = np.array([0, 1] if interleaved else [0, turned // 2])
     assert np.linalg.norm(there[..., pair], axis=-1) == pytest.approx(

@@ -110,13 +110,13 @@ def test_the_guard_measures_what_attention_sees() -> None:
 
 
 @pytest.mark.parametrize(("codec", "most"), [("wht-5x", 0.012), ("klt-8x", 0.02), ("k3v3", 0.04)])
-@pytest.mark.parametrize("beside", [0, 132])
-def test_states_whose_scales_are_among_the_raw_bytes(codec: str, most: float, beside: int) -> None:
+@pytest.mark.parametrize("opaque", [0, 132])
+def test_states_whose_scales_are_among_the_raw_bytes(codec: str, most: float, opaque: int) -> None:
     """DeepSeek V4's, alone and with an index."""
     profile = made_up.profile(LAYERS, 7, 64, None, latent=448)
     numbers = made_up.grouped_kv(profile, BLOCKS * TOKENS)[0].swapaxes(1, 2).reshape(LAYERS, BLOCKS, TOKENS, 448)
     more = {"facts": ModelFacts(profile=profile), "numbers": numbers} if "klt" in codec else {}
-    world = device_blocks.scaled(FormatCodec, codec, V4, exact=4, beside=beside, **more)
+    world = device_blocks.scaled(FormatCodec, codec, V4, exact=4, opaque=opaque, **more)
     arrays, form = world.numbers(3), world.format
     back = form.decode(form.encode(*arrays, key=KEY, first_token=64, exact=4), key=KEY)
     assert all(np.array_equal(x, y) for n, (x, y) in enumerate(zip(arrays, back, strict=True)) if n != 1)

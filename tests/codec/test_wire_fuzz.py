@@ -148,7 +148,7 @@ def test_forged_headers_are_read_as_a_whole_block_or_refused(rng):
 
 @pytest.mark.parametrize("which", range(len(SHAPES)))
 def test_no_byte_of_a_header_can_be_another_even_if_sealed(which):
-    """But for the place in the session: the key stands for that."""
+    """But for the position in the session: the block hash stands for that."""
     form, key, data = valid_blocks()[which]
     for at in [*range(8), *range(16, 40), *range(48, wire.parse(data).header.nbytes)]:
         changed = bytearray(data)

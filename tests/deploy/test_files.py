@@ -96,7 +96,7 @@ def test_the_dockerfile_has_no_lint() -> None:
 
 
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
-    """With this Python in the place of the environment that it names: it looks whether the program is there."""
+    """With this Python instead of the environment that it names: it looks whether the program is there."""
     (tmp_path / "vllm-manthan.service").write_text(UNIT.replace("/opt/vllm/bin/vllm serve", f"{sys.executable} serve"))
     done = subprocess.run(
         [program("systemd-analyze"), "verify", tmp_path / "vllm-manthan.service"],

@@ -52,7 +52,7 @@ def composed(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module", params=["manthan_server", "composed"])
 def server(request: pytest.FixtureRequest) -> VllmServer:
-    """The one that other tests use too, with its codes in RAM; or one as in the compose file."""
+    """The one that other tests use too, with its tier in RAM; or one as in the compose file."""
     found: VllmServer = request.getfixturevalue(request.param)
     return found
 

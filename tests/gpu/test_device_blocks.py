@@ -31,28 +31,28 @@ def test_latents_of_any_dtype_in_blocks_of_any_size(dtype: torch.dtype, tokens: 
 
 
 @pytest.mark.parametrize(("tokens", "exact"), [(64, 0), (64, 4), (64, 64), (2, 0)], ids=str)
-def test_latents_beside_bytes(tokens: int, exact: int) -> None:
+def test_latents_with_opaque_bytes(tokens: int, exact: int) -> None:
     """Index keys of 132 bytes a token. Two tokens of them are no multiple of 16, and go number by number."""
-    device_blocks.latents(WhtPagedCodec, tokens=tokens, exact=exact, device=CUDA, beside=132).check()
+    device_blocks.latents(WhtPagedCodec, tokens=tokens, exact=exact, device=CUDA, opaque=132).check()
 
 
 @pytest.mark.parametrize("exact", [0, 4, 16])
-@pytest.mark.parametrize("beside", [0, 132])
+@pytest.mark.parametrize("opaque", [0, 132])
 @pytest.mark.parametrize("kind", FP8)
-def test_latents_in_fp8(kind: Dtype, beside: int, exact: int) -> None:
-    device_blocks.latents(WhtPagedCodec, exact=exact, device=CUDA, beside=beside, fp8=kind).check()
+def test_latents_in_fp8(kind: Dtype, opaque: int, exact: int) -> None:
+    device_blocks.latents(WhtPagedCodec, exact=exact, device=CUDA, opaque=opaque, fp8=kind).check()
 
 
 @pytest.mark.parametrize("exact", [0, 4, 16])
-def test_keys_and_values_beside_bytes(exact: int) -> None:
-    device_blocks.kv(WhtPagedCodec, exact=exact, device=CUDA, beside=256).check()
+def test_keys_and_values_with_opaque_bytes(exact: int) -> None:
+    device_blocks.kv(WhtPagedCodec, exact=exact, device=CUDA, opaque=256).check()
 
 
 @pytest.mark.parametrize("exact", [0, 4, 16])
-def test_keys_and_values_beside_bytes_in_a_calibrated_codec(exact: int) -> None:
+def test_keys_and_values_with_opaque_bytes_in_a_calibrated_codec(exact: int) -> None:
     rope = made_up.rope_of(64)
     facts = ModelFacts(rope, made_up.profile(LAYERS, 3, 64, rope))
-    world = device_blocks.kv(KltPagedCodec, "klt-8x", exact=exact, device=CUDA, facts=facts, beside=256)
+    world = device_blocks.kv(KltPagedCodec, "klt-8x", exact=exact, device=CUDA, facts=facts, opaque=256)
     assert world.encode() == [None] * 4
     right = [world.numbers(block)[2] for block in IDS]
     assert world.decode() == [None] * 4
@@ -61,8 +61,8 @@ def test_keys_and_values_beside_bytes_in_a_calibrated_codec(exact: int) -> None:
 
 
 @pytest.mark.parametrize("at", [400, 20_000, -9])
-def test_damage_in_bytes_beside_or_in_latents_is_found(at: int) -> None:
-    world = device_blocks.latents(WhtPagedCodec, tokens=64, device=CUDA, beside=132)
+def test_damage_in_opaque_bytes_or_in_latents_is_found(at: int) -> None:
+    world = device_blocks.latents(WhtPagedCodec, tokens=64, device=CUDA, opaque=132)
     assert world.encode() == [None] * 4
     block = world.block(1).copy()
     block[at] ^= 1
@@ -98,7 +98,7 @@ def test_fp8_by_kernels(kind: Dtype, heads: int, head_dim: int, exact: int) -> N
 
 @pytest.mark.parametrize("kind", FP8)
 def test_each_fp8_number_is_read(kind: Dtype) -> None:
-    """All that there are, denormal ones too, beside each other; what is not finite is reported."""
+    """All that there are, denormal ones too, next to each other; what is not finite is reported."""
     world = device_blocks.fp8(WhtPagedCodec, "wht-5x", kind, heads=2, device=CUDA)
     finite = torch.from_numpy(np.flatnonzero(np.isfinite(table(kind))).astype(np.uint8)).to(CUDA)
     for block in IDS:

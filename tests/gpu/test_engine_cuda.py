@@ -57,7 +57,7 @@ class World:
 
     def raw(self) -> bytes:
         """All that is in the tiers."""
-        return b"".join(tier.codes.cpu().numpy().tobytes() for tier in self.tiers.all)
+        return b"".join(tier.buffer.cpu().numpy().tobytes() for tier in self.tiers.all)
 
     def check_erased(self) -> None:
         """Nothing but stored blocks is in the tiers."""

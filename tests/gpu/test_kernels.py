@@ -1,4 +1,4 @@
-"""What holds for the kernels of all codecs against numpy, and those of k3v3: the same codes and numbers."""
+"""What holds for the kernels of all codecs against numpy, and those of k3v3: the same bytes and numbers."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ def fitting(profile: Profile, tokens: int) -> torch.Tensor:
 
 
 def klt(heads: int = 3, tokens: int = 16, **more: Any) -> World:
-    """Without RoPE, so that any place fits."""
+    """Without RoPE, so that any position fits."""
     profile = made_up.profile(LAYERS, heads, 64, None)
     numbers = fitting(profile, tokens)
     facts = ModelFacts(None, profile)
@@ -128,7 +128,7 @@ def test_what_is_not_finite_is_reported(name: str, number: float, exact: int, at
 @pytest.mark.parametrize("exact", [0, 3])
 @pytest.mark.parametrize("nbytes", [1, 2**18])
 def test_groups_of_blocks(monkeypatch: pytest.MonkeyPatch, name: str, nbytes: int, exact: int) -> None:
-    """However many are worked on at a time, the numbers are the same; where nothing is rounded, the codes, too."""
+    """However many are worked on at a time, the numbers are the same; where nothing is rounded, the bytes, too."""
     monkeypatch.setattr(wht_codec, "SCRATCH_BYTES", nbytes)
     monkeypatch.setattr(klt_codec, "SCRATCH_BYTES", 3 * nbytes)
     monkeypatch.setattr(klt_codec, "PRODUCTS_AT_ONCE", nbytes)
@@ -143,17 +143,17 @@ def test_groups_of_blocks(monkeypatch: pytest.MonkeyPatch, name: str, nbytes: in
 
 @each
 def test_many_blocks_at_once(name: str) -> None:
-    """More than fit on the GPU side by side; each has the codes that it gets alone, but for products' rounding."""
+    """More than fit on the GPU side by side; each has the bytes that it gets alone, but for products' rounding."""
     world, n = ALL[name].make(), 3000
     world.encode()
     start, room, alone = world.form.header.nbytes, world.form.nbytes, world.block(1)
-    codes = torch.zeros(n * room, dtype=torch.uint8, device=CUDA)
+    buffer = torch.zeros(n * room, dtype=torch.uint8, device=CUDA)
     keys, places = [i.to_bytes(32, "big") for i in range(n)], room * np.random.default_rng(1).permutation(n)
     batch = world.codec.batch(0, keys, [IDS[1]] * n, [0] * n, places.tolist())
-    world.codec.encode(batch, codes)
+    world.codec.encode(batch, buffer)
     assert bool((batch.status == GOOD).all())
     right = torch.from_numpy(alone[start:].copy()).to(CUDA)
-    assert name == "klt-8x" or bool((codes.view(n, room)[:, start : len(alone)] == right).all())
+    assert name == "klt-8x" or bool((buffer.view(n, room)[:, start : len(alone)] == right).all())
 
 
 # -- k3v3 -----------------------------------------------------------------------------------------------

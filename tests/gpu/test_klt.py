@@ -93,13 +93,13 @@ def test_any_rope(rope: Rope) -> None:
 
 
 @pytest.mark.parametrize("exact", [0, 4, 16])
-@pytest.mark.parametrize("beside", [0, 132])
+@pytest.mark.parametrize("opaque", [0, 132])
 @pytest.mark.parametrize("preset", LOSSY)
-def test_latents(preset: str, beside: int, exact: int) -> None:
-    """Four pieces a layer; RoPE's part, the first tokens and the bytes beside are as they were."""
+def test_latents(preset: str, opaque: int, exact: int) -> None:
+    """Four pieces a layer; RoPE's part, the first tokens and the opaque bytes are as they were."""
     profile = made_up.profile(LAYERS, 4, 128, None, latent=512)
     numbers = torch.from_numpy(made_up.grouped_kv(profile, BLOCKS * 16)[0])
-    told: dict[str, Any] = {"exact": exact, "beside": beside, "device": CUDA, "facts": ModelFacts(profile=profile)}
+    told: dict[str, Any] = {"exact": exact, "opaque": opaque, "device": CUDA, "facts": ModelFacts(profile=profile)}
     of_tokens = numbers.unflatten(2, (BLOCKS, 16)).permute(0, 2, 3, 1, 4).flatten(3)
     world = device_blocks.latents(KltPagedCodec, preset, numbers=of_tokens, **told)
     before = world.bits.clone()
@@ -138,7 +138,7 @@ def test_a_damaged_part_is_refused() -> None:
             damaged[rng.integers(len(block))] ^= 1 << rng.integers(8)
             world.write(i, damaged)
         batch = world.batch(TARGETS)
-        world.codec.verify(batch, world.codes)
+        world.codec.verify(batch, world.buffer)
         assert all(status_cause(status) is not None for status in batch.status.tolist())
 
 

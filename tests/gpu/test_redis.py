@@ -1,4 +1,4 @@
-"""The real engine on a GPU with its codes in Redis: encoded by the kernels, decoded by them, or by numpy elsewhere."""
+"""A real engine on a GPU with its tier in Redis: encoded by the kernels, decoded by these or by numpy."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -22,10 +22,10 @@ EXACT = pytest.mark.parametrize("exact", [0, 4, 64])
 
 @EXACT
 @KINDS
-@pytest.mark.parametrize("beside", [0, 132])
+@pytest.mark.parametrize("opaque", [0, 132])
 @pytest.mark.parametrize("preset", ["wht-5x", "wht-4x"])
-def test_the_cpu_s_bytes(scales: Scales, preset: str, beside: int, exact: int) -> None:
-    device_blocks.scaled(WhtPagedCodec, preset, scales, exact=exact, device=CUDA, beside=beside).check()
+def test_the_cpu_s_bytes(scales: Scales, preset: str, opaque: int, exact: int) -> None:
+    device_blocks.scaled(WhtPagedCodec, preset, scales, exact=exact, device=CUDA, opaque=opaque).check()
 
 
 @KINDS
@@ -54,15 +54,15 @@ def test_scales_of_any_size() -> None:
 
 @EXACT
 @KINDS
-@pytest.mark.parametrize("beside", [0, 132])
+@pytest.mark.parametrize("opaque", [0, 132])
 @pytest.mark.parametrize("preset", ["klt-5x", "klt-8x"])
-def test_a_calibrated_codec_is_about_the_cpu_s(scales: Scales, preset: str, beside: int, exact: int) -> None:
-    """Each reads what the other wrote; the scales, RoPE's part and the bytes beside are as they were."""
+def test_a_calibrated_codec_is_about_the_cpu_s(scales: Scales, preset: str, opaque: int, exact: int) -> None:
+    """Each reads what the other wrote; the scales, RoPE's part and the opaque bytes are as they were."""
     latent = LATENT[scales]
     profile = made_up.profile(LAYERS, latent // scales.piece, scales.piece, None, latent=latent)
     numbers = made_up.grouped_kv(profile, BLOCKS * 64)[0].swapaxes(1, 2).reshape(LAYERS, BLOCKS, 64, latent)
     facts = ModelFacts(profile=profile)
-    told = {"exact": exact, "beside": beside, "device": CUDA, "facts": facts, "numbers": numbers}
+    told = {"exact": exact, "opaque": opaque, "device": CUDA, "facts": facts, "numbers": numbers}
     world = device_blocks.scaled(KltPagedCodec, preset, scales, **told)
     before = world.bits.clone()
     assert world.encode() == [None] * 4
@@ -91,7 +91,7 @@ def check_near(world: World, i: int, target: int) -> None:
 @pytest.mark.parametrize("at", [400, 20_000, -9])
 @KINDS
 def test_damage_is_found_and_nothing_is_written(scales: Scales, at: int) -> None:
-    world = device_blocks.scaled(WhtPagedCodec, "wht-5x", scales, device=CUDA, beside=132)
+    world = device_blocks.scaled(WhtPagedCodec, "wht-5x", scales, device=CUDA, opaque=132)
     assert world.encode() == [None] * 4
     block = world.block(1).copy()
     block[at] ^= 1

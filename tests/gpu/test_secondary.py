@@ -71,10 +71,10 @@ class World:
     def _restored(self, block: int) -> torch.Tensor:
         """What becomes of a block, by the codec alone."""
         exact = min(max(self.tokens - block * TOKENS, 0), TOKENS)
-        codes = torch.empty(self.codec.form(exact).nbytes, dtype=torch.uint8, device=self.device)
+        buffer = torch.empty(self.codec.form(exact).nbytes, dtype=torch.uint8, device=self.device)
         batch = self.codec.batch(exact, [b"k" * 32], [block], [block * TOKENS], [0])
-        self.codec.encode(batch, codes)
-        self.codec.decode(batch._replace(block_ids=batch.block_ids * 0 + SOURCES), codes)
+        self.codec.encode(batch, buffer)
+        self.codec.decode(batch._replace(block_ids=batch.block_ids * 0 + SOURCES), buffer)
         return self.numbers(SOURCES).clone()
 
     def poll(self) -> TransferResult:
@@ -169,13 +169,13 @@ def test_ram_is_pinned_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None
         captured += 1
         graph.reset()
         for span in ram.spans:
-            ram.codes[span.start : span.start + len(there)].copy_(there, non_blocking=True)
+            ram.buffer[span.start : span.start + len(there)].copy_(there, non_blocking=True)
     assert captured
     for span in ram.spans:
-        ram.codes[span.start : span.start + len(there)].copy_(there, non_blocking=True)
+        ram.buffer[span.start : span.start + len(there)].copy_(there, non_blocking=True)
     torch.cuda.synchronize()
     for span in ram.spans:
-        assert torch.equal(ram.codes[span.start : span.start + len(there)].to(device), there)
+        assert torch.equal(ram.buffer[span.start : span.start + len(there)].to(device), there)
     cudart, unpin, told = torch.cuda.cudart(), torch.cuda.cudart().cudaHostUnregister, list[Any]()
     monkeypatch.setattr(cudart, "cudaHostUnregister", lambda at: told.append(unpin(at)))
     pieces = len(ram.spans)

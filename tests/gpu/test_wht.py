@@ -154,8 +154,8 @@ def test_what_is_too_large_is_reported(number: float) -> None:
 def test_launches_of_few_tokens_do_not_stand_in_the_way_of_others() -> None:
     """A kernel that has been started with less shared memory is started with as much as before."""
     world = world_of()
-    codes = torch.zeros_like(world.codes)
+    buffer = torch.zeros_like(world.buffer)
     for exact in (0, 12, 0):
         batch = world.codec.batch(exact, KEYS, IDS, device_blocks.FIRST_TOKENS, world.offsets)
-        world.codec.encode(batch, codes)
+        world.codec.encode(batch, buffer)
         assert bool((batch.status == GOOD).all())

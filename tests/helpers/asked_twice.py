@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from event_subscriber import chain_hashes
+from event_subscriber import block_hashes_of
 from group_sessions import ANSWER, engine, told_of
 from scripts import answer
 from stepped_engine import evict
@@ -51,7 +51,7 @@ class Task:
         before = self.restored()
         [found] = self.llm.generate([{"prompt_token_ids": prompt}], ANSWER, use_tqdm=False)
         told = told_of(found)
-        keys = set(chain_hashes(prompt[: told["cached"]], self.pool.hash_block_size))
+        keys = set(block_hashes_of(prompt[: told["cached"]], self.pool.hash_block_size))
         blocks = {name: self.digest(name[0], block_id) for name, block_id in self.cached().items() if name[1] in keys}
         named = {f"{group} {key.hex()}": digest for (group, key), digest in blocks.items()}
         return told | {"restored": self.restored() - before, "blocks": named}

@@ -29,10 +29,10 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class World:
-    """A paged cache, a codec over it, and room for codes full of 170. bits: all of the cache's numbers as integers,
-    [layers, blocks, numbers of a block]. places: where in those a block's keys and values are, in the order of their
-    shapes; for bytes of several runs, of all layers each, a list. layers: of keys and values, views of the numbers,
-    [blocks, tokens, heads, keys and values] each."""
+    """A paged cache, a codec over it, and a buffer full of 170 for encoded blocks. bits: all of the cache's numbers as
+    integers, [layers, blocks, numbers of a block]. places: where in those a block's keys and values are, in the order
+    of their shapes; for bytes of several runs, of all layers each, a list. layers: of keys and values, views of the
+    numbers, [blocks, tokens, heads, keys and values] each."""
 
     layers: tuple[torch.Tensor, ...] = ()
     encoded: Batch
@@ -48,7 +48,7 @@ class World:
         self.bits, self.places, self.codec, self.format, self.exact = bits, places, codec, format, exact
         self.form = codec.form(exact)
         self.offsets = [slot * (self.form.nbytes + 48) for slot in SLOTS]
-        self.codes = torch.full((8 * (self.form.nbytes + 48),), 170, dtype=torch.uint8, device=bits.device)
+        self.buffer = torch.full((8 * (self.form.nbytes + 48),), 170, dtype=torch.uint8, device=bits.device)
         self.nbytes = [self.form.nbytes] * 4
 
     def batch(self, ids: list[int]) -> Batch:
@@ -56,23 +56,23 @@ class World:
 
     def encode(self) -> list[str | None]:
         self.encoded = self.batch(IDS)
-        self.codec.encode(self.encoded, self.codes)
+        self.codec.encode(self.encoded, self.buffer)
         self.nbytes = self.encoded.nbytes.tolist()
         return [status_cause(status) for status in self.encoded.status.tolist()]
 
     def decode(self) -> list[str | None]:
         batch = self.batch(TARGETS)
-        self.codec.verify(batch, self.codes)
-        self.codec.decode(batch, self.codes)
+        self.codec.verify(batch, self.buffer)
+        self.codec.decode(batch, self.buffer)
         return [status_cause(status) for status in batch.status.tolist()]
 
     def block(self, i: int) -> np.ndarray:
         """The i-th encoded block."""
-        return self.codes[self.offsets[i] :][: self.nbytes[i]].cpu().numpy()
+        return self.buffer[self.offsets[i] :][: self.nbytes[i]].cpu().numpy()
 
     def write(self, i: int, block: np.ndarray) -> None:
         self.nbytes[i] = len(block)
-        self.codes[self.offsets[i] :][: len(block)] = torch.from_numpy(block.copy()).to(self.codes.device)
+        self.buffer[self.offsets[i] :][: len(block)] = torch.from_numpy(block.copy()).to(self.buffer.device)
 
     def numbers(self, block: int) -> list[np.ndarray]:
         """Arrays of a paged block, as numpy's codec has them."""
@@ -102,7 +102,7 @@ class World:
         return False
 
     def check(self, alike: "Alike | None" = None, rare: float = 0.0) -> None:
-        """Both ways, bit for bit, and nothing else is written. rare: the share of bits of codes that may differ."""
+        """Both ways, bit for bit, and nothing else is written. rare: the share of encoded bits that may differ."""
         before = self.bits.clone()
         assert self.encode() == [None] * 4
         for i in range(4):
@@ -122,13 +122,13 @@ class World:
             (alike or same)(self, i)
 
     def check_others(self, before: torch.Tensor, written: list[int]) -> None:
-        """No other block of the cache was written than these, and nothing between codes."""
+        """No other block of the cache was written than these, and nothing between encoded blocks."""
         others = [block for block in range(BLOCKS) if block not in written]
         assert torch.equal(self.bits[:, others], before[:, others])
-        outside = torch.ones(len(self.codes), dtype=torch.bool)
+        outside = torch.ones(len(self.buffer), dtype=torch.bool)
         for offset in self.offsets:
             outside[offset : offset + self.form.nbytes] = False
-        assert bool((self.codes.cpu()[outside] == 170).all())
+        assert bool((self.buffer.cpu()[outside] == 170).all())
 
 
 Alike = Callable[[World, int], None]
@@ -177,7 +177,7 @@ def damaged(world: World) -> None:
 
 
 def damaged_and_sealed(world: World, alike: Alike, front: int) -> set[str | None]:
-    """Bytes of the base that changed before the checksum was made, most of them among so many at the codes' `front`.
+    """Bytes of the base that changed before the checksum was made, most of them among so many at the encoded `front`.
     What numpy refuses is refused and not written; what it does not is decoded to the same. The causes."""
     rng, found = np.random.default_rng(world.exact), set[str | None]()
     assert world.encode() == [None] * 4
@@ -224,11 +224,11 @@ def kv(
     apart: int = 0,
     layers: int = LAYERS,
     device: torch.device = CPU,
-    beside: int = 0,
+    opaque: int = 0,
 ) -> World:
     """Gaussian numbers, keys about a mean; or these, [layers, blocks, tokens, heads, keys and values].
 
-    offset: numbers ahead of each layer's, behind a multiple of 16 bytes. apart: between two heads. beside: see
+    offset: numbers ahead of each layer's, behind a multiple of 16 bytes. apart: between two heads. opaque: see
     `latents`.
     """
     torch.manual_seed(heads * head_dim + tokens)
@@ -238,9 +238,9 @@ def kv(
     plain = numbers.reshape(layers, BLOCKS, -1)
     room = torch.zeros(layers, plain[0].numel() + 16, dtype=dtype, device=device)
     memory = room[:, offset : offset + plain[0].numel()].unflatten(1, plain.shape[1:]).copy_(plain)
-    memory = with_bytes(memory, tokens * beside) if beside else memory
+    memory = with_bytes(memory, tokens * opaque) if opaque else memory
     facts = facts or ModelFacts(rope or rope_of(head_dim))
-    world = _beside(make, codec, memory, heads, head_dim, tokens, exact, facts, beside=beside)
+    world = _adjacent(make, codec, memory, heads, head_dim, tokens, exact, facts, opaque=opaque)
     world.layers = tuple(memory[:, :, : plain.shape[2]].unflatten(2, numbers.shape[2:]))
     return world
 
@@ -252,15 +252,15 @@ def with_bytes(memory: torch.Tensor, nbytes: int) -> torch.Tensor:
     return torch.cat([memory, noise.view(layers, blocks, -1).to(memory.device)], 2)
 
 
-def bytes_beside(memory: torch.Tensor, tokens: int, beside: int) -> RawLayout | None:
-    """Layout of the bytes behind each block; None without any. beside: see `latents`."""
-    if not beside:
+def opaque_bytes(memory: torch.Tensor, tokens: int, opaque: int) -> RawLayout | None:
+    """Layout of the bytes behind each block; None without any. opaque: see `latents`."""
+    if not opaque:
         return None
-    raw = tuple(layer.view(torch.uint8)[:, -tokens * beside :] for layer in memory)
-    return RawLayout(raw, BlockShape(1, len(memory) * beside, tokens, 1, Dtype.UINT8))
+    raw = tuple(layer.view(torch.uint8)[:, -tokens * opaque :] for layer in memory)
+    return RawLayout(raw, BlockShape(1, len(memory) * opaque, tokens, 1, Dtype.UINT8))
 
 
-def _beside(
+def _adjacent(
     make: Make,
     codec: str,
     memory: torch.Tensor,
@@ -270,19 +270,19 @@ def _beside(
     exact: int,
     facts: ModelFacts,
     fp8: Dtype | None = None,
-    beside: int = 0,
+    opaque: int = 0,
 ) -> World:
-    """Heads beside each other."""
+    """Heads next to each other."""
     size = memory.shape[2]
-    end = size - tokens * beside // memory.itemsize
+    end = size - tokens * opaque // memory.itemsize
     wide = end // tokens // heads
-    others = bytes_beside(memory, tokens, beside)
+    others = opaque_bytes(memory, tokens, opaque)
     strides = (size, wide, heads * wide)
-    layout = PagedLayout(tuple(memory), heads, tokens, head_dim, *strides, 0, head_dim, fp8=fp8, beside=others)
+    layout = PagedLayout(tuple(memory), heads, tokens, head_dim, *strides, 0, head_dim, fp8=fp8, opaque=others)
     format = BlockFormat(codec, layout.shape, b"f" * 16, GROUP, facts)
     at = np.arange(end).reshape(tokens, heads, wide).swapaxes(0, 1)
     places = [at[..., :head_dim].ravel(), at[..., head_dim : 2 * head_dim].ravel()]
-    places += [np.arange(end, size)] if beside else []
+    places += [np.arange(end, size)] if opaque else []
     return World(memory.view(INTEGERS[memory.itemsize]), places, make(layout, format), format, exact)
 
 
@@ -296,14 +296,14 @@ def latents(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device = CPU,
     layers: int = LAYERS,
-    beside: int = 0,
+    opaque: int = 0,
     fp8: Dtype | None = None,
     facts: ModelFacts = NO_FACTS,
     numbers: torch.Tensor | None = None,
 ) -> World:
     """As vLLM has them: of each token its latent, and behind that RoPE's part.
 
-    beside: bytes a token of other layers, as many as of latents. Their blocks follow those of latents. fp8: kind of
+    opaque: bytes a token of other layers, as many as of latents. Their blocks follow those of latents. fp8: kind of
     numbers of 8 bits, if they are. numbers: latents [layers, blocks, tokens, numbers], if not random ones.
     """
     torch.manual_seed(latent + tokens)
@@ -314,7 +314,7 @@ def latents(
         x[..., :latent] = numbers.cpu()
     number = x.clamp(-400, 400).to(FP8[fp8]).view(torch.uint8) if fp8 else x.to(dtype)
     plain = number.view(layers, BLOCKS, tokens * width)
-    memory = (with_bytes(plain, tokens * beside) if beside else plain).to(device)
+    memory = (with_bytes(plain, tokens * opaque) if opaque else plain).to(device)
     end, size = tokens * width, memory.shape[2]
     caches, strides = tuple(memory), (size, piece, width)
     pieces = PagedLayout(caches, latent // piece, tokens, piece, *strides, key_at=0, value_at=None, fp8=fp8)
@@ -324,12 +324,12 @@ def latents(
         value_at=None,
         fp8=fp8,
         latents=pieces,
-        beside=bytes_beside(memory, tokens, beside),
+        opaque=opaque_bytes(memory, tokens, opaque),
     )
     format = BlockFormat(codec, layout.shape, b"f" * 16, GROUP, facts)
     at = np.arange(end).reshape(tokens, width)
     places = [at[:, latent:], at[:, :latent].reshape(tokens, -1, piece).swapaxes(0, 1)]
-    places += [np.arange(end, size)] if beside else []
+    places += [np.arange(end, size)] if opaque else []
     return World(
         memory.view(INTEGERS[memory.itemsize]), [place.ravel() for place in places], make(layout, format), format, exact
     )
@@ -343,18 +343,18 @@ def scaled(
     exact: int = 0,
     device: torch.device = CPU,
     layers: int = LAYERS,
-    beside: int = 0,
+    opaque: int = 0,
     facts: ModelFacts = NO_FACTS,
     numbers: np.ndarray | None = None,
 ) -> World:
-    """Latents in fp8 with their own scales, in vLLM's pages. beside, numbers: see `latents`."""
+    """Latents in fp8 with their own scales, in vLLM's pages. opaque, numbers: see `latents`."""
     x, turned = scaled_latents.made_up((layers, BLOCKS, tokens), scales, seed=tokens)
     x = numbers if numbers is not None else x * np.logspace(-1, 1, BLOCKS, dtype=np.float32)[:, None, None]
     pages = torch.from_numpy(scaled_latents.page(x, turned, scales))
-    memory = (with_bytes(pages, tokens * beside) if beside else pages).to(device)
+    memory = (with_bytes(pages, tokens * opaque) if opaque else pages).to(device)
     latent, size, end = scaled_latents.LATENT[scales], memory.shape[2], tokens * scales.row
     raw = [slice(end, end + tokens * scales.stride)] if scales.place else []
-    raw += [slice(size - tokens * beside, size)] if beside else []
+    raw += [slice(size - tokens * opaque, size)] if opaque else []
     others = [layer[:, at] for at in raw for layer in memory]
     raw_shape = BlockShape(1, sum(other.shape[1] for other in others) // tokens, tokens, 1, Dtype.UINT8)
     caches, strides = tuple(memory), (size, scales.piece, scales.row)
@@ -364,7 +364,7 @@ def scaled(
         *(caches, 1, tokens, scales.row - latent, *strides),
         key_at=latent,
         latents=pieces,
-        beside=RawLayout(tuple(others), raw_shape) if others else None,
+        opaque=RawLayout(tuple(others), raw_shape) if others else None,
         scales=scales,
         **shared,
     )
@@ -386,7 +386,7 @@ def fp8(
     device: torch.device = CPU,
     facts: ModelFacts | None = None,
 ) -> World:
-    """Heads beside each other; numbers that are finite, of all sizes."""
+    """Heads next to each other; numbers that are finite, of all sizes."""
     chance = np.random.default_rng(head_dim + tokens)
     number = FP8[kind]
     shape = (LAYERS, BLOCKS, tokens, heads, 2, head_dim)
@@ -395,7 +395,7 @@ def fp8(
         torch.from_numpy(x).to(torch.float32).clamp(-448, 448).to(number).view(torch.uint8).view(LAYERS, BLOCKS, -1)
     )
     facts = facts or ModelFacts(rope_of(head_dim))
-    return _beside(make, codec, memory.to(device), heads, head_dim, tokens, exact, facts, kind)
+    return _adjacent(make, codec, memory.to(device), heads, head_dim, tokens, exact, facts, kind)
 
 
 CONV, HEADS, ROWS = 96, 4, 8

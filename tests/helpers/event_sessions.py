@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import vllm_engine  # sets the environment
-from event_subscriber import Name, Subscriber, chain_hashes
+from event_subscriber import Name, Subscriber, block_hashes_of
 from integrity import check_integrity, stored
 from stepped_engine import SteppedEngine, evict
 from vllm import SamplingParams
@@ -142,7 +142,7 @@ class Router(SteppedEngine):
         group, here = self.half.groups.main.index, 0
         for key in map(
             maybe_convert_block_hash,
-            chain_hashes(talk.tokens[: min(talk.served, len(talk.tokens) - 1)], vllm_engine.BLOCK, talk.salt),
+            block_hashes_of(talk.tokens[: min(talk.served, len(talk.tokens) - 1)], vllm_engine.BLOCK, talk.salt),
         ):
             if (group, key) not in self.subscriber.pool and (group, key) not in self.subscriber.cold:
                 break

@@ -14,7 +14,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 _decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 
 
-def chain_hashes(
+def block_hashes_of(
     tokens: Sequence[int], size: int, salt: str | None = None, parent: BlockHash | None = None
 ) -> list[BlockHash]:
     """Of the whole blocks of so many tokens each, as vLLM's default hash has them."""
@@ -129,7 +129,7 @@ class Subscriber:
             return
         for at, (key, extra) in enumerate(zip(keys, event.extra_keys or (), strict=True)):
             tokens = event.token_ids[at * size : (at + 1) * size]
-            parent = chain_hashes(tokens, self._hash_tokens, extra[0] if extra else None, parent)[-1]
+            parent = block_hashes_of(tokens, self._hash_tokens, extra[0] if extra else None, parent)[-1]
             assert maybe_convert_block_hash(parent) == key, "the hash is not of these tokens"
             self._whole[key] = parent
         self.seen["hashed"] += len(keys)

@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 
 GARBAGE = 50.0
 TOLERANCE = 0.05
-"""Difference of a block that was computed again, with other tokens beside it in a step, from what it was."""
+"""Difference of a block that was computed again, with other tokens next to it in a step, from what it was."""
 ALL = 100_000
 """More first tokens than any session has."""
 PATIENCE_S = 60

@@ -1,4 +1,4 @@
-"""What the path beside a GPU asks of CUDA, on the CPU: streams whose work is done at once, and events that fail."""
+"""What the path with a GPU asks of CUDA, on the CPU: streams whose work is done at once, and events that fail."""
 
 import ctypes
 import math
@@ -168,9 +168,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         monkeypatch.setattr(owner, name, watched)
 
     for name in ("encode", "verify", "decode"):
-        watch(FormatCodec, name, lambda _, batch, codes: _extents(codes, zip(batch.offsets, batch.nbytes, strict=True)))
-    watch(Slab, "write", lambda slab, extents, _: _extents(slab.codes, extents))
-    watch(Slab, "read", lambda slab, stored: _extents(slab.codes, stored.extents))
+        watch(
+            FormatCodec, name, lambda _, batch, buffer: _extents(buffer, zip(batch.offsets, batch.nbytes, strict=True))
+        )
+    watch(Slab, "write", lambda slab, extents, _: _extents(slab.buffer, extents))
+    watch(Slab, "read", lambda slab, stored: _extents(slab.buffer, stored.extents))
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream(gpu))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: model)
     monkeypatch.setattr(torch.cuda, "stream", current)
@@ -178,8 +180,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return gpu
 
 
-def _extents(codes: torch.Tensor, extents: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
-    return ((codes.data_ptr(), int(start), int(nbytes)) for start, nbytes in extents)
+def _extents(buffer: torch.Tensor, extents: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
+    return ((buffer.data_ptr(), int(start), int(nbytes)) for start, nbytes in extents)
 
 
 class Seals:
@@ -192,7 +194,7 @@ class Seals:
         offsets, head = at(job.offsets, 8 * job.n).view(np.int64), job.head_nbytes
         headers = at(job.headers, head * job.n).reshape(job.n, head)
         for i, offset in enumerate(offsets.tolist()):
-            block = at(job.codes + offset, job.nbytes)
+            block = at(job.buffer + offset, job.nbytes)
             if name == "seal":
                 block[:head] = headers[i]
                 wire.seal(block)
@@ -223,7 +225,7 @@ def raw_codec(layout: RawLayout, format: BlockFormat) -> RawPagedCodec:
 class FormatCodec(PagedCodec):
     """What a GPU would do, by numpy, block by block: whatever codec, layout and kind of numbers."""
 
-    def encode(self, batch: Batch, codes: torch.Tensor) -> None:
+    def encode(self, batch: Batch, buffer: torch.Tensor) -> None:
         for i, (key, first_token, mark, at) in enumerate(self._told(batch)):
             numbers = self._numbers(int(batch.block_ids[i]))
             told = {"key": key, "first_token": first_token, "exact": batch.exact, "mark": mark}
@@ -232,15 +234,15 @@ class FormatCodec(PagedCodec):
             except NonFiniteError as error:
                 batch.status[i] = error.index
                 continue
-            codes[at : at + len(block)] = torch.from_numpy(block)
+            buffer[at : at + len(block)] = torch.from_numpy(block)
             batch.nbytes[i], batch.status[i] = len(block), GOOD
             ends = wire.part_ends(block)
             if len(ends) > 1:
                 batch.ends[i, : len(ends)] = torch.tensor(ends)
 
-    def verify(self, batch: Batch, codes: torch.Tensor) -> None:
+    def verify(self, batch: Batch, buffer: torch.Tensor) -> None:
         for i, (key, first_token, mark, at) in enumerate(self._told(batch)):
-            block = codes[at : at + int(batch.nbytes[i])].numpy()
+            block = buffer[at : at + int(batch.nbytes[i])].numpy()
             try:
                 found = wire.parse(block, key=key, fingerprint=self.format.fingerprint, group=self.format.group).header
                 cause = "key" if (found.first_token, found.mark) != (first_token, mark) else None
@@ -252,12 +254,12 @@ class FormatCodec(PagedCodec):
             status = GOOD if cause is None else BAD_HEADER - ends.get(cause, ends["size"]) + 1
             batch.status[i] = BAD_CHECKSUM if cause == "checksum" else status
 
-    def decode(self, batch: Batch, codes: torch.Tensor) -> None:
+    def decode(self, batch: Batch, buffer: torch.Tensor) -> None:
         for i, (key, _, _, at) in enumerate(self._told(batch)):
             if batch.status[i] != GOOD:
                 continue
             try:
-                parts = self.format.decode(codes[at : at + int(batch.nbytes[i])].numpy(), key=key)
+                parts = self.format.decode(buffer[at : at + int(batch.nbytes[i])].numpy(), key=key)
             except CodecError:
                 batch.status[i] = 0
                 continue
@@ -267,7 +269,7 @@ class FormatCodec(PagedCodec):
                     layer.copy_(torch.from_numpy(numbers.copy()).view(layer.dtype).view(layer.shape))
 
     def _views(self, block: int) -> list[list[torch.Tensor]]:
-        """Keys of each layer, and values, or what stands in their places."""
+        """Keys of each layer, and values, or what stands for them."""
         layout = self.layout
         latents = [(layout.latents, layout.latents.key_at)] if layout.latents else []
         found = [
@@ -281,7 +283,7 @@ class FormatCodec(PagedCodec):
             ]
             for part, at in [*((layout, at) for at in layout.ats), *latents]
         ]
-        return [*found, [cache[block] for cache in layout.beside.caches]] if layout.beside else found
+        return [*found, [cache[block] for cache in layout.opaque.caches]] if layout.opaque else found
 
     def _numbers(self, block: int) -> list[np.ndarray]:
         """Of a block, as `BlockFormat` has them."""

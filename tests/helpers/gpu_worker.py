@@ -29,4 +29,4 @@ def damage(worker: Any) -> None:
     """One byte changes of one block without exact tokens."""
     found = [(tier, block) for tier in engine().tiers.all for block in tier.blocks().values() if block.exact == 0]
     tier, block = found[len(found) // 3]
-    tier.codes[block.extents[0].start + 1000] ^= 1
+    tier.buffer[block.extents[0].start + 1000] ^= 1

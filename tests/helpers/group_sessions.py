@@ -89,7 +89,7 @@ def ropes() -> dict[int, list[float] | None]:
 
 
 class Losses:
-    """Beside the encoders and decoders of all KV cache groups: what blocks lose between them.
+    """With the encoders and decoders of all KV cache groups: what blocks lose between them.
 
     by_group: the energy of the error of keys and of values over their own, the most of any block, in any layer; of
     blocks that are bytes, how many are another.

@@ -50,11 +50,11 @@ def check_store(store: Arena | ArenaTier) -> None:
 
 
 def check_erased(slab: Any, step: int = 1) -> None:
-    """Raise IntegrityError if a byte of a tier beside a GPU is not zero that is no stored block's.
+    """Raise IntegrityError if a byte of a tier next to a GPU is not zero that is no stored block's.
 
     step: an encoder may write up to a multiple of it.
     """
-    bytes_ = slab.codes.cpu().numpy().copy()
+    bytes_ = slab.buffer.cpu().numpy().copy()
     for block in slab.blocks().values():
         left = -(-block.nbytes // step) * step
         for start, nbytes in block.extents:

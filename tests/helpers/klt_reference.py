@@ -152,7 +152,7 @@ def places(group, q, by, k, level):
 
 
 def near(groups, numbers, shifts, k, kinds, rope, positions):
-    """Whole numbers of what comes back at the finest lossy level, and their binary places, by group."""
+    """Whole numbers of what comes back at the finest lossy level, and their binary digits, by group."""
     made = []
     for group, q, by in zip(groups, numbers, shifts, strict=True):
         runs = group.deviations.reshape(group.place[1] * kinds, -1)

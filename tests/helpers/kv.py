@@ -36,7 +36,7 @@ def keys(section, turn=None, first=0, bias=0.0, seed=0):
 
 
 def encoded(codec, x, section, positions):
-    """Return the codes, which fit their bound though there is more room."""
+    """Return the encoded bytes, which fit their bound though there is more room."""
     out = np.full(2 * codec.max_nbytes(section), 255, np.uint8)
     nbytes = codec.encode(x, section, positions, out)
     assert nbytes <= codec.max_nbytes(section)

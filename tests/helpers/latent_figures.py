@@ -202,7 +202,7 @@ def there_and_back(arm: Arm, kept: Sequence[np.ndarray], profile: Profile) -> tu
     for at in range(0, PREFIX, BLOCK):
         arrays = arm.number.arrays(*(np.ascontiguousarray(x[:, :, at : at + BLOCK]) for x in kept))
         if arm.index:
-            arrays.append(np.zeros(form.shape.beside.numbers, np.uint8))
+            arrays.append(np.zeros(form.shape.opaque.numbers, np.uint8))
         buf = form.encode(*arrays, key=b"", first_token=at, exact=0 if at else SINK)
         sizes.append(len(buf))
         made.append(form.shape.floats(form.decode(buf, key=b"")))

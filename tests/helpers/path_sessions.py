@@ -3,7 +3,7 @@
 Run as a script, in a process of its own. On standard input: model; manthan, its options; vllm, more of its arguments;
 what, which of the jobs below.
 
-An answer ends within the block that the prompt ends in: what the prompt can go on from is at one place, whether it is
+An answer ends within the block that the prompt ends in: what the prompt can go on from ends at one token, whether it is
 hot or was cold, and is computed from there in the same steps.
 """
 
@@ -105,7 +105,7 @@ class PathSession:
             str(group): [
                 codec.format.codec,
                 sum(group == of for of, _ in names),
-                sorted({tier.codes.device.type for of, tier in names if of == group}),
+                sorted({tier.buffer.device.type for of, tier in names if of == group}),
             ]
             for group, codec in self.path.codecs.items()
         }
@@ -117,9 +117,9 @@ class PathSession:
         [session] = self.half.manager.table.by_id.values()
         [first] = self.half.manager.blocks.hashes(session.rows[:1])
         tier, kept = found.get(first) or list(found.values())[len(found) // 2]
-        tier.codes[kept.extents[0].start + 300] ^= 1
+        tier.buffer[kept.extents[0].start + 300] ^= 1
 
-    def chain_rows(self) -> torch.Tensor:
+    def rows_in_pool(self) -> torch.Tensor:
         """All layers' numbers of each block of the main group that has any, [blocks, numbers]."""
         caches = next(iter(self.path.codecs.values())).layout.caches
         rows = torch.cat([cache.float().flatten(1) for cache in caches], 1).cpu()
@@ -130,11 +130,11 @@ class PathSession:
     def come_back(self) -> dict[str, Any]:
         """Computed; hot; restored twice; and hot, but with zeros in the cache: that is what the answer is made of."""
         report: dict[str, Any] = {"computed": self.ask(), "hot": self.ask()}
-        hot = self.chain_rows()
+        hot = self.rows_in_pool()
         self.go_cold()
         report["stored"] = self.stored()
         report["cold"] = self.ask()
-        report["noise"] = noise(hot, self.chain_rows())
+        report["noise"] = noise(hot, self.rows_in_pool())
         self.go_cold()
         report["again"] = self.ask()
         with torch.inference_mode():

@@ -15,7 +15,7 @@ import yaml
 from redis_server import free_port
 
 UP_S = 120.0
-"""Beside all that other tests do."""
+"""Next to all that other tests do."""
 
 
 class PrometheusServer:
@@ -71,7 +71,7 @@ class PrometheusServer:
 
 
 def program(name: str) -> str:
-    """Where it is, beside this Python or on the PATH. A test that needs it fails where it is not: make installs it."""
+    """Where it is, next to this Python or on the PATH. A test that needs it fails where it is not: make installs it."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return shutil.which(name, path=path) or pytest.fail(f"{name} is not installed")
 

@@ -124,7 +124,7 @@ class Reader:
         return self._ports[documented]
 
     def _serve(self, text: str) -> None:
-        """A redis-server of its own, beside that of the other commands unless it speaks TLS."""
+        """A redis-server of its own, next to that of the other commands unless it speaks TLS."""
         RedisServer.program()
         port = self._ports.get(TLS_PORT) if "--tls-port" in text else None
         if port is None:

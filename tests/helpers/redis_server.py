@@ -20,7 +20,7 @@ _held: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port that is nobody else's as long as this process lives."""
+    """A port that is nobody else's as long as this process runs."""
     _held.append(hold_port())
     return port_of(_held[-1])
 

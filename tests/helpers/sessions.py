@@ -143,7 +143,7 @@ class Sessions(SteppedEngine):
 
 
 def same_tokens(before: Mapping[Any, NDArray[Any]], after: Mapping[Any, NDArray[Any]]) -> list[int]:
-    """Places in the session of the tokens whose numbers are the same in all layers, bit for bit."""
+    """Positions in the session of the tokens whose numbers are the same in all layers, bit for bit."""
     same: list[int] = []
     for depth, (key, numbers) in enumerate(before.items()):
         tokens = np.all(numbers == after[key], axis=(0, 1, 3))
@@ -181,7 +181,7 @@ class LatentSessions(Sessions):
         return {"answer": self.ask(tokens, NAME, 24), "found": self.requests[-1]["found"]}
 
     def gathered(self) -> tuple[list[NDArray[Any]], Latents]:
-        """RoPE's part of all blocks, with the bytes beside if there are any, and the latents of each.
+        """RoPE's part of all blocks, with the opaque bytes if there are any, and the latents of each.
 
         Of blocks of bytes the latents are empty.
         """
@@ -215,7 +215,7 @@ class LatentSessions(Sessions):
 
 
 def noise(before: Latents, after: Latents) -> float:
-    """The error of all latents beside what they differ in from their mean, in energy, in the worst layer."""
+    """The error of all latents next to what they differ in from their mean, in energy, in the worst layer."""
     x, y = (as_floats(np.concatenate(list(latents.values()), axis=2)) for latents in (before, after))
     wrong, spread = np.square(x - y), np.square(x - x.mean(axis=2, keepdims=True))
     return float((wrong.sum(axis=(1, 2, 3)) / spread.sum(axis=(1, 2, 3))).max())
@@ -224,7 +224,7 @@ def noise(before: Latents, after: Latents) -> float:
 def latents(job: Any) -> Any:
     """Return what became of a session with latents.
 
-    index: True for a cache of index keys beside them. hidden: True for layers that cannot be probed.
+    index: True for a cache of index keys next to them. hidden: True for layers that cannot be probed.
     """
     allow_prefix_caching()
     if job.get("index"):
@@ -304,7 +304,7 @@ class SameStep(Sessions):
 
         half.step = evicting_step
 
-    def codes_are_right(self, session: str) -> list[bool]:
+    def blocks_are_right(self, session: str) -> list[bool]:
         """For each block of a session, True if its compressed block is made of what the pool has now."""
         right, exact = [], self.half.manager.blocks.exact[self.rows(session)].tolist()
         for depth, (key, both) in enumerate(self.pool(session).items()):
@@ -327,7 +327,7 @@ def same_step(job: Any) -> Any:
     sessions.evict_when_computed()
     sessions.look_up(table, 0, "second", [])
     report = sessions.report | {"state": sessions.half.manager.table.by_id["first"].state}
-    report["codes"] = sessions.codes_are_right("first")
+    report["equal"] = sessions.blocks_are_right("first")
     sessions.go_cold()
     sessions.look_up(table, 3, "second", [])
     last = sessions.requests[-1]

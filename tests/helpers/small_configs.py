@@ -32,7 +32,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def small_config(name: str, folder: Path, **more: Any) -> str:
-    """Write config.json of a small model of this class; returns the folder. more: keys in place of its own."""
+    """Write config.json of a small model of this class; returns the folder. more: keys instead of its own."""
     kind, arguments = SMALL[name]
     settings = getattr(transformers, kind)(**arguments).to_dict() | arguments | {"dtype": "bfloat16"}
     settings |= {"architectures": [name], **more}

@@ -126,11 +126,11 @@ def rise(memory: Sequence[tuple[float, int]], warm_up_s: float) -> Rise | None:
 
 
 class Server:
-    """One server and its lives. Use as a context manager: the last life is stopped at the end.
+    """One server, started again and again. Use as a context manager: the last life is stopped at the end.
 
     Args:
         number: Number of the server, or -1 for a plain one.
-        lives: List of all lives, in the order of their starts.
+        lives: List of each `Life`, in the order of their starts.
     """
 
     is_leaving = threading.Event()

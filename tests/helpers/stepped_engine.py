@@ -38,7 +38,7 @@ def evict_all(engine: Any, half: Any) -> None:
     evict(half)
     while half.has_work() or any(s.state is not SessionState.COLD for s in half.manager.table.by_id.values()):
         assert time.monotonic() < until, f"sessions do not go cold: {half.manager.table.by_id}"
-        half._rung = True
+        half._woken = True
         engine.step()
         time.sleep(0.002)
     assert half.pool._pool.reset_prefix_cache()
@@ -148,7 +148,7 @@ class ClockedEngine(SteppedEngine):
         end = self.now + seconds
         while (due := self.half.driver.next_deadline) < end:
             self.now = max(self.now, due)
-            self.half._rung = True
+            self.half._woken = True
             while self.half.has_work():
                 self.engine.step()
                 self._wait_for_threads()

@@ -35,7 +35,7 @@ MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 NAMES = [a + b + c for a in "bcdfghjklmnprstvz" for b in "aeiou" for c in "bcdfghjklmnprstvz"]
 BLOCK = 32
 GPU_BYTES = 1 << 30 if torch.cuda.device_count() else None
-"""For the pool and our tiers: vLLM would measure what is left, which fails while another engine starts beside it."""
+"""For the pool and our tiers: vLLM would measure what is left, which fails while another engine starts next to it."""
 
 
 class Table:
@@ -75,7 +75,7 @@ class Completion(NamedTuple):
 
 
 def fork_engines() -> None:
-    """From now on engines are forked from one process that has imported vLLM; beside a GPU, which a test may have used,
+    """From now on engines are forked from one process that has imported vLLM; with a GPU, which a test may have used,
     each begins anew."""
     from vllm.platforms import current_platform
     from vllm.v1.engine import utils
@@ -132,7 +132,7 @@ class Engine:
         self.llm = self.start(start()).result(timeout=600)
         self._registry = prometheus_client.CollectorRegistry(auto_describe=False)
         for collector in set(prometheus_client.REGISTRY._collector_to_names):
-            self._registry.register(collector)  # until another engine's are there in their place
+            self._registry.register(collector)  # until another engine's are there instead
         self._requests = 0
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -27,7 +27,7 @@ def test_the_smallest_hole_that_is_large_enough_is_taken_and_of_equal_ones_the_l
 
 
 class Blocks(RuleBasedStateMachine):
-    """Beside a plain list of granules, each of which has a block or none."""
+    """Next to a plain list of granules, each of which has a block or none."""
 
     granules = 40
 

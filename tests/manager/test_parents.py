@@ -118,15 +118,15 @@ def test_a_child_that_expires_leaves_the_head_which_goes_in_the_parents_turn() -
     assert budget_drops(talks) == "p1 task"
 
 
-def test_a_parent_keeps_nothing_that_only_strangers_share_with_it() -> None:
+def test_a_parent_keeps_nothing_that_only_other_sessions_share_with_it() -> None:
     talks = Talks(5)
     talks.go_cold("sys a b")
     talks.talk("sys c", "child", parent_session_id="sys a b")
-    talks.talk("sys a b d", "stranger")
+    talks.talk("sys a b d", "other")
     talks.rest()
     talks.go_cold("x")
     assert (budget_drops(talks), talks.texts()["sys a b"]) == ("c", "sys")
-    talks.manager.steer("release", talks.session("stranger"), talks.now)
+    talks.manager.steer("release", talks.session("other"), talks.now)
     check_integrity(talks.manager, talks.driver)
 
 

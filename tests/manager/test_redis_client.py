@@ -103,9 +103,9 @@ class World:
 
     def __init__(self) -> None:
         self.now, self.jitter, self.rings = 1000.0, 1.0, 0
-        self.circuit = Circuit(self._ring)
+        self.circuit = Circuit(self._wake)
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         self.rings += 1
 
     def uniform(self, low: float, high: float) -> float:

@@ -18,7 +18,7 @@ from manthan.manager.pool import BlockName
 from manthan.manager.session.persist import RedisLink
 from manthan.manager.tiers.redis import RedisTier
 from manthan.manager.tiers.redis_client import Circuit, connect
-from manthan.manager.tiers.redis_schema import FALL, FIRST_TTL, SAMPLES, Namespace, lives_s, sample, shared_blocks
+from manthan.manager.tiers.redis_schema import FALL, FIRST_TTL, SAMPLES, Namespace, block_ttl_s, sample, shared_blocks
 from manthan.manager.tiers.redis_sessions import LookupResult, RedisSessions, SessionRecord, StoredPoint
 from manthan.manager.tiers.sealed import Sealer, keys_of
 from manthan.manager.tiers.shards import Shard
@@ -347,7 +347,7 @@ def test_times_to_live_fall_along_a_session_and_are_renewed_when_it_is_used(star
     left = left_ms(server, *hashes)
     assert left == sorted(left, reverse=True)
     assert left[-1] > (1 - FALL) * TTL_S * 1000 - 60_000
-    assert lives_s(TTL_S, 0) == TTL_S
+    assert block_ttl_s(TTL_S, 0) == TTL_S
     player.tell("alice", [*hashes, *blocks("b", 1)], used=time.time() + 500)
     until(lambda: left_ms(server, hashes[0])[0] > TTL_S * 1000)
 

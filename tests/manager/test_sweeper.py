@@ -33,11 +33,11 @@ def test_it_asks_again_and_again_and_rings_only_on_yes() -> None:
         asked += 1
         return asked == 3
 
-    def ring() -> None:
+    def wake() -> None:
         rung_at.append(asked)
         rung.set()
 
-    with running(Sweeper(IDLE_AFTER_S, due, ring)):
+    with running(Sweeper(IDLE_AFTER_S, due, wake)):
         assert rung.wait(PATIENCE_S)
     assert rung_at == [3]
 
@@ -46,11 +46,11 @@ def test_it_works_on_a_thread_of_its_own() -> None:
     threads: list[threading.Thread] = []
     rung = threading.Event()
 
-    def ring() -> None:
+    def wake() -> None:
         threads.append(threading.current_thread())
         rung.set()
 
-    with running(Sweeper(IDLE_AFTER_S, lambda: True, ring)):
+    with running(Sweeper(IDLE_AFTER_S, lambda: True, wake)):
         assert rung.wait(PATIENCE_S)
     assert threads[0] is not threading.main_thread()
     assert threads[0].daemon  # it never keeps a process alive

@@ -100,7 +100,7 @@ class Teller:
 @each_policy
 @settings(deadline=None)
 @given(events=EVENTS)
-@example(  # passes into two pieces of age, looked at between them, beside sessions of the same worth
+@example(  # passes into two pieces of age, looked at between them, next to sessions of the same worth
     events=[
         ("request", i, after, took, 2000, None) for i, after, took in (("0", 570.9, 0.2), ("2", 31, 10), ("1", 291, 10))
     ]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import stored_codes
+import worker_store
 from typer.testing import CliRunner
 from vllm import EngineArgs
 from vllm.config import set_current_vllm_config
@@ -28,7 +28,7 @@ def start_engine() -> Callable[..., Iterator[Engine]]:
 def sweeping_engine() -> Iterator[Engine]:
     """Sessions go cold after a fifth of a second; the pool has room for seven of them."""
     for engine in running(blocks=131, idle=0.2, tiers={"max_bytes": "64MiB"}):
-        engine.compiled = engine.on_worker(stored_codes.compiled)
+        engine.compiled = engine.on_worker(worker_store.compiled)
         yield engine
 
 

@@ -40,7 +40,7 @@ class Asked(NamedTuple):
 
 
 def ways() -> list[Any]:
-    """Families, and whether others overwrite the pool between the two times, in place of a reset."""
+    """Families, and whether others overwrite the pool between the two times, instead of a reset."""
     reset = [(family, False) for family in (*POOLS, "gemma3", "gemma4")]
     found = [*reset, *((family, True) for family in POOLS)]
     return [pytest.param(way, id=f"{way[0]}-{'overwritten' if way[1] else 'reset'}") for way in found]

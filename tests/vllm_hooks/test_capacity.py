@@ -1,4 +1,4 @@
-"""How much memory codes take beside a GPU, and where they are made: what can be told without one."""
+"""How much memory compressed blocks take next to a GPU, and where they are made: what can be told without one."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +54,7 @@ def test_usable_bytes(tiers: TierBytes, sizes: set[int], usable: int) -> None:
 
 
 class Gpu:
-    """vLLM's configuration beside a GPU of 100 GiB, as the platform would describe it."""
+    """vLLM's configuration with a GPU of 100 GiB, as the platform would describe it."""
 
     def __init__(
         self,

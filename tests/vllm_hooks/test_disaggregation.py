@@ -1,4 +1,4 @@
-"""Prefill and decode in two engines, with Manthan beside the connector that hands KV from one to the other.
+"""Prefill and decode in two engines, with Manthan next to the connector that hands KV from one to the other.
 
 That is vLLM's ExampleConnector, which writes a prompt's KV to a folder: those for production need what a CPU has not.
 """

@@ -1,4 +1,4 @@
-"""Speculative decoding: a draft's KV goes cold and returns with the model's, also beside windows and states."""
+"""Speculative decoding: a draft's KV goes cold and returns with the model's, also with windows and states."""
 
 import re
 from pathlib import Path

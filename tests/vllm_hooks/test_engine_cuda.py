@@ -104,7 +104,7 @@ class World:
     def raw(self) -> bytes:
         """All that can be read in the tiers."""
         secondary = [] if self.engine.store is None else self.engine.store._chunks.values()
-        return b"".join([*(tier.codes.numpy().tobytes() for tier in self.tiers.all), *map(bytes, secondary)])
+        return b"".join([*(tier.buffer.numpy().tobytes() for tier in self.tiers.all), *map(bytes, secondary)])
 
     def numbers(self, block_id: int) -> np.ndarray:
         """Keys and values, [2, layers, heads, tokens, head_dim]."""
@@ -226,7 +226,7 @@ def test_damage_is_found_and_nothing_is_written(make: Callable[..., World], exac
     world.store(*(order(n, exact) for n in range(3)))
     tier = world.tiers.first
     [extent] = tier.blocks()[GROUP, key(1)].extents
-    tier.codes[extent.start + world.nbytes(exact) - 9] ^= 1
+    tier.buffer[extent.start + world.nbytes(exact) - 9] ^= 1
     before = world.numbers(41)
     assert world.load([key(n) for n in range(3)], [40, 41, 42]).failed == {1: "checksum"}
     assert world.told[1] == {41, 42}

@@ -240,7 +240,7 @@ def test_blocks_come_back_bit_for_bit(vllm_config: Any, model: str) -> None:
     raw = torch.empty(0, dtype=torch.uint8).set_(storage)
     raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8))
     groups = groups_of(config, vllm_config.cache_config, latents=LATENTS)
-    for group in [part for each in groups.stored for part in (each, each.beside) if part]:
+    for group in [part for each in groups.stored for part in (each, each.opaque) if part]:
         pages = dict(zip(group.names, group.layer_nbytes, strict=False)) or dict.fromkeys(
             group.names, group.spec.page_size_bytes
         )
@@ -260,7 +260,7 @@ def test_blocks_come_back_bit_for_bit(vllm_config: Any, model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["DeepSeek V3.2, GLM-5", "Hy4", "MiniMax M3"])
-def test_index_keys_are_bytes_beside_what_is_coded(
+def test_index_keys_are_opaque_bytes_with_what_is_coded(
     vllm_config: Any, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """RoPE's part of latents and the index come back as they were; damage of either part is found, and nothing is
@@ -269,8 +269,8 @@ def test_index_keys_are_bytes_beside_what_is_coded(
     config = laid_out(vllm_config, model)
     memory = allocate_kv_cache(config, torch.device("cpu"), _layout_from_name("LBHNC"))
     group = groups_of(config, vllm_config.cache_config, latents=LATENTS).main
-    assert group.beside is not None
-    shape, index = block_shape(group), group.beside
+    assert group.opaque is not None
+    shape, index = block_shape(group), group.opaque
     with set_current_vllm_config(vllm_config):
         heads = CPUAttentionBackendImpl(4, 64, 1.0, 2, None, None, "auto")
     impl = CPUMLAImpl.__new__(CPUMLAImpl) if group.latent else heads
@@ -317,7 +317,7 @@ def test_latents_with_scales_come_back_near_and_all_other_bytes_as_they_were(
     half._kv_cache_config = config
     group = groups_of(config, vllm_config.cache_config, latents=LATENTS if scales == V32 else Latents()).main
     assert (group.scales, group.states) == (scales, 64)
-    layers, others = half._layers(group, memory), half._layers(group.beside, memory) if group.beside else []
+    layers, others = half._layers(group, memory), half._layers(group.opaque, memory) if group.opaque else []
     rng, tokens, end = np.random.default_rng(0), 64, 64 * scales.row
     raw = torch.empty(0, dtype=torch.uint8).set_(layers[0].rows.untyped_storage())
     raw.copy_(torch.from_numpy(rng.integers(0, 256, len(raw), np.uint8)))

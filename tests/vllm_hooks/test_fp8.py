@@ -218,20 +218,20 @@ def test_layers_of_a_packed_dtype_are_bytes_whatever_their_specs() -> None:
     assert groups_of(config, cache).main == main
 
 
-def test_plain_layers_are_coded_beside_those_of_another_dtype() -> None:
+def test_plain_layers_are_coded_with_those_of_another_dtype() -> None:
     config, cache = mixed()
     found = groups_of(config, cache).main
     assert (found.is_packed, found.names) == (False, ("a",))
-    assert found.beside is not None
-    assert found.beside.layer_nbytes == (HEADS * 32 * 70,) * 2
+    assert found.opaque is not None
+    assert found.opaque.layer_nbytes == (HEADS * 32 * 70,) * 2
 
 
 def test_kinds_of_fp8_are_not_taken_for_each_other() -> None:
     config, spec = EngineArgs(MODEL).create_engine_config(), SPEC
     groups = [KvCacheGroup(0, spec, LAYERS, cache_dtype=dtype) for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")]
     packed = KvCacheGroup(0, spec, LAYERS, cache_dtype="int8_per_token_head", layer_nbytes=(4352,) * LAYERS)
-    beside = [replace(groups[0], beside=replace(packed, layer_nbytes=(size,) * LAYERS)) for size in (4352, 8704)]
-    marks = [fingerprint(config, group, "wht-5x") for group in (*groups, packed, *beside)]
+    opaque = [replace(groups[0], opaque=replace(packed, layer_nbytes=(size,) * LAYERS)) for size in (4352, 8704)]
+    marks = [fingerprint(config, group, "wht-5x") for group in (*groups, packed, *opaque)]
     assert marks[0] == marks[1]
     assert len(set(marks)) == 5
     said = groups_of(KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], spec)]), CacheConfig())  # by the model, not the flag
@@ -247,7 +247,7 @@ def test_sessions_of_fp8_return() -> None:
     for now in found["rounds"]:
         assert now["restored"] > 16
         assert now["same"][:4] == [0, 1, 2, 3]
-    assert len(found["rounds"][0]["same"]) < 64  # later they come from the same codes again
+    assert len(found["rounds"][0]["same"]) < 64  # later they come from the same compressed blocks again
     assert 2.0 < found["gauges"]["compression_ratio"][""] < 2.6  # of fp8: half of what it is of bf16
     [line] = [line for line in found["log"] if "Manthan is on" in line]
     assert "codec wht-5x (2." in line

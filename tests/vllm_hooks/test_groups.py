@@ -78,7 +78,7 @@ def test_layers_of_several_shapes_are_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_the_hybrid_cache_manager(tmp_path: Path) -> None:
-    """vLLM keeps the blocks of all tokens then, in one group: a chain like any other."""
+    """vLLM keeps the blocks of all tokens then, in one group: one like any other."""
     model = group_models.made("gemma3", tmp_path / "model")
     returns_as_if_hot(model, 2048, disable_hybrid_kv_cache_manager=True)
 

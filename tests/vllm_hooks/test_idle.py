@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import stored_codes
+import worker_store
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import BLOCK, Answer, Engine, Table
 
@@ -52,7 +52,7 @@ def test_sessions_go_cold_without_traffic_and_come_back_right(engine, table) -> 
         assert answer.cached_tokens >= 0.95 * (answer.full_blocks - 1) * 32  # the last block holds the question
     assert engine.metric("prefix_cache_hits_total") == local  # the bf16 blocks were really gone
     assert engine.metric("external_prefix_cache_hits_total") - restored == sum(a.cached_tokens for a in answers)
-    assert engine.metric("manthan_cold_bytes") >= cold  # codes are kept while a session is hot again
+    assert engine.metric("manthan_cold_bytes") >= cold  # compressed blocks are kept while a session is hot again
 
 
 def test_a_saved_session_that_is_in_the_pool_returns_exact_and_loads_nothing(engine, table) -> None:
@@ -92,7 +92,7 @@ def test_a_shared_system_prompt_is_stored_once(engine, table) -> None:
     shared = answers[1].cached_tokens // 32
     assert shared > 10
     each = [(answer.prompt_tokens + 3) // 32 for answer in answers]  # the last token's KV is not computed
-    assert engine.on_worker(stored_codes.count) == sum(each) - 2 * shared
+    assert engine.on_worker(worker_store.count) == sum(each) - 2 * shared
     for n, (prompt, right) in enumerate(prompts):
         assert engine.ask(prompt, f"tenant-{n}").text == right
 
@@ -103,14 +103,14 @@ def test_a_damaged_block_is_recomputed(engine, table) -> None:
     for position in (0, 9, 60, 150, 20_000):
         engine.wait_until_cold(1)
         failures = engine.failures()
-        stored = engine.on_worker(stored_codes.count)
-        engine.on_worker(stored_codes.damage, stored // 2, position)
+        stored = engine.on_worker(worker_store.count)
+        engine.on_worker(worker_store.damage, stored // 2, position)
         answer = engine.ask(prompt, "unlucky")
         assert answer.text == right
         assert answer.prompt_tokens == whole.prompt_tokens
         assert engine.failures() == failures + 1
         engine.wait_until_cold(1)
-        assert engine.on_worker(stored_codes.count) == stored  # computed anew, it was stored anew
+        assert engine.on_worker(worker_store.count) == stored  # computed anew, it was stored anew
 
 
 def test_the_model_s_thread_neither_reads_nor_writes_the_store(engine, table) -> None:
@@ -206,7 +206,7 @@ def told(worker: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "cause", "depth"), [(stored_codes.damage, "checksum", 5), (stored_codes.lose, "missing", -1)]
+    ("spoil", "cause", "depth"), [(worker_store.damage, "checksum", 5), (worker_store.lose, "missing", -1)]
 )
 def test_what_is_good_is_loaded_once_more_and_the_rest_is_computed(
     failing_whole: Engine, table, spoil: Callable[..., None], cause: str, depth: int
@@ -215,7 +215,7 @@ def test_what_is_good_is_loaded_once_more_and_the_rest_is_computed(
     prompt, right = table(400).question(6)
     engine.ask(prompt, "unlucky")
     engine.wait_until_cold(1)
-    blocks = engine.on_worker(stored_codes.count)
+    blocks = engine.on_worker(worker_store.count)
     good = depth % blocks
     totals = ("failures", "dropped_blocks", "encoded_blocks")
     labels = ({"cause": cause}, {"cause": "failed"}, {})
@@ -230,7 +230,7 @@ def test_what_is_good_is_loaded_once_more_and_the_rest_is_computed(
     assert engine.on_worker(told) == (1, 0)
     engine.wait_until_cold(1)
     assert [now - then for now, then in zip(counted(), before, strict=True)] == [1, 1, 1]  # it is encoded anew
-    assert engine.on_worker(stored_codes.count) == blocks
+    assert engine.on_worker(worker_store.count) == blocks
     again = engine.ask(prompt, "unlucky")
     assert again.text == right
     assert again.cached_tokens == (again.prompt_tokens - 1) // BLOCK * BLOCK > good * BLOCK
@@ -243,10 +243,10 @@ def test_others_are_served_and_an_aborted_request_leaves_nothing(failing_whole: 
     (prompt, right), other = table(410).question(3), table(411).question(4)
     engine.ask(prompt, "unlucky")
     engine.wait_until_cold(1)
-    engine.on_worker(stored_codes.damage, 3)
-    with stored_codes.gate(engine):
+    engine.on_worker(worker_store.damage, 3)
+    with worker_store.gate(engine):
         asked = [engine.start(engine.generate(prompt, "unlucky")) for _ in range(2)]
-        engine.wait(lambda: engine.on_worker(stored_codes.at_gate) >= 1, "a load")
+        engine.wait(lambda: engine.on_worker(worker_store.at_gate) >= 1, "a load")
         assert engine.ask(other[0], "other").text == other[1]
         asked[0].cancel()
     assert asked[1].result(60).text == right

@@ -50,7 +50,7 @@ def test_two_images_in_the_same_place_share_nothing_and_both_return(model: str) 
 
 
 class Cache:
-    """In the place of vLLM's, which keeps what was sent by the name that a client gave it."""
+    """Instead of vLLM's, which keeps what was sent by the name that a client gave it."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Any] = {}

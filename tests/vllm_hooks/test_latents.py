@@ -34,7 +34,7 @@ GROUP = KvCacheGroup(0, SPEC, LAYERS, NAMES, latent=LATENT)
 SHAPE = block_shape(GROUP)
 LATENTS = Latents(LATENT, TURNED)
 NOISE = 0.0125
-"""Of the latents that come back, in energy, beside what they differ in: the default's bound in this test."""
+"""Of the latents that come back, in energy, next to what they differ in: the default's bound in this test."""
 
 # ---- blocks of a paged cache
 

@@ -37,7 +37,7 @@ def model(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def pair(start_engine: Any, model: str) -> Iterator[Any]:
-    """Codes in RAM."""
+    """Compressed blocks in RAM."""
     yield from start_engine(model=model, tiers={"max_bytes": "64MiB"}, **MANTHAN)
 
 

@@ -1,4 +1,4 @@
-"""Marks on real servers: decoded KV is encoded never again, and strangers are served exact KV only."""
+"""Marks on real servers: decoded KV is encoded never again, and other sessions are served exact KV only."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from manthan.benchmarks.server import VllmServer
 HELD = np.fromfile(Path(MODEL) / "held_tokens.u16", np.uint16).tolist()
 HEAD = HELD[: 15 * BLOCK]
 """As long as a prompt of the plain server may be, but for a question."""
-STRANGERS = 10
+OTHERS = 10
 FLAGS = ["--block-size", str(BLOCK), "--enforce-eager", "--enable-prompt-tokens-details"]
 FLAGS += ["--max-model-len", "3072", "--num-gpu-blocks-override", "100"]
 
@@ -69,10 +69,10 @@ def test_strangers_are_served_exact_kv(server: VllmServer, plain_server: VllmSer
     back = bring_back(server, HEAD, "alice")
     assert back["cached"] == len(HEAD)
     assert back["told"]["lossy_tokens"] == len(HEAD)
-    tails = [HELD[30000 + 50 * n : 30024 + 50 * n] for n in range(STRANGERS)]
+    tails = [HELD[30000 + 50 * n : 30024 + 50 * n] for n in range(OTHERS)]
     served = [ask(server, [*HEAD, *tail], f"bob{n}") for n, tail in enumerate(tails)]
     cached = [said["cached"] for said in served]
-    assert cached == [0] + [len(HEAD)] * (STRANGERS - 1)  # the first one's exact copy serves the others
+    assert cached == [0] + [len(HEAD)] * (OTHERS - 1)  # the first one's exact copy serves the others
     expected = [ask(plain_server, [*HEAD, *tail]) for tail in tails]
     assert [said["cached"] for said in expected] == cached
     assert [said["logprobs"] for said in served] == [said["logprobs"] for said in expected]
@@ -110,13 +110,13 @@ def test_a_head_that_sessions_share_is_stored_exact(server: VllmServer, plain_se
         ask(server, [*head, *HELD[21000:21024]], name)
     let_go_cold(server, "grace", "heidi")
     tail = HELD[21100:21124]
-    stranger = ask(server, [*head, *tail], "ivan")
-    assert stranger["cached"] == len(head)
-    assert not stranger["told"]
+    other = ask(server, [*head, *tail], "ivan")
+    assert other["cached"] == len(head)
+    assert not other["told"]
     ask(plain_server, [*head, *HELD[21000:21024]])
     expected = ask(plain_server, [*head, *tail])
     assert expected["cached"] == len(head)
-    assert stranger["logprobs"] == expected["logprobs"]
+    assert other["logprobs"] == expected["logprobs"]
 
 
 # -- two chats that take turns, and a cold store that holds 1.7 of them -------------------------------

@@ -1,4 +1,4 @@
-"""Prefill and decode in two engines, with Manthan beside NIXL, which hands KV from one to the other over this host."""
+"""Prefill and decode in two engines, with Manthan next to NIXL, which hands KV from one to the other over this host."""
 
 import contextlib
 import json
@@ -184,8 +184,8 @@ def test_decoded_kv_that_is_handed_over_is_decoded_kv_there_too(pair: Pair) -> N
     blocks = pair.decode.ask(other.question(0)[0], "other").full_blocks
     pair.decode.wait(lambda: pair.decode.sessions("cold") >= 1, "a cold session")  # "session" was idle before it
     assert pair.decode.handed - encoded == blocks
-    stranger = pair.decode.ask(prompt, "stranger")
-    assert (stranger.text, stranger.cached_tokens) == (right, 0)
+    third = pair.decode.ask(prompt, "third")
+    assert (third.text, third.cached_tokens) == (right, 0)
 
 
 def test_blocks_that_nobody_fetches_are_cold_meanwhile(pair: Pair) -> None:

@@ -26,10 +26,10 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_blocks_are_encoded_as_the_step_that_names_them_computes_them(report: dict[str, Any]) -> None:
-    assert 0 < report["named"] <= len(report["codes"])  # as many as are begun at once
-    assert len(report["codes"]) > 16
+    assert 0 < report["named"] <= len(report["equal"])  # as many as are begun at once
+    assert len(report["equal"]) > 16
     assert report["state"] == "cold"
-    assert all(report["codes"])
+    assert all(report["equal"])
     again = any("draft" in step for step in report["steps"])  # the last one found is computed again
     assert report["restored"] == report["asked"] - again
     assert report["right"] == [True] * 3

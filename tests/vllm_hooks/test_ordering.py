@@ -111,7 +111,7 @@ def test_who_was_passed_is_told_with_the_time_of_the_wait() -> None:
 
 
 class Ordered(RuleBasedStateMachine):
-    """The queue beside a list of (priority, preempted, due, request), which is sorted each time."""
+    """The queue next to a list of (priority, preempted, due, request), which is sorted each time."""
 
     def __init__(self) -> None:
         super().__init__()

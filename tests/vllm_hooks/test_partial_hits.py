@@ -1,4 +1,4 @@
-"""Prompts of which a part is cold, or resident, or both: exactly their full blocks are found, each in its place."""
+"""Prompts of which a part is cold, or resident, or both: exactly their full blocks are found, each at its position."""
 
 import random
 from collections.abc import Iterator

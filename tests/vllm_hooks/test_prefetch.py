@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-import stored_codes
+import worker_store
 from vllm_engine import Engine
 
 BACK_IN_S = 8.0
@@ -67,13 +67,13 @@ def test_a_request_that_comes_meanwhile_waits_and_restores_nothing(engine, table
     (prompt, _), (again, right) = table(40).question(0), table(40).question(3)
     go_cold(engine, {"alice": prompt})
     counters = Counters(engine)
-    with stored_codes.gate(engine):
+    with worker_store.gate(engine):
         engine.ask("x", prefetch="alice")
-        engine.wait(lambda: engine.on_worker(stored_codes.at_gate) == 1, "a prefetch")
+        engine.wait(lambda: engine.on_worker(worker_store.at_gate) == 1, "a prefetch")
         early = engine.start(engine.generate(again, "alice"))
         assert engine.ask("y").text  # others are served
         assert not early.done()
-        assert engine.on_worker(stored_codes.at_gate) == 1
+        assert engine.on_worker(worker_store.at_gate) == 1
     answer = early.result(60)
     assert answer.text == right
     assert is_whole(answer)
@@ -85,11 +85,11 @@ def test_a_request_that_comes_meanwhile_waits_and_restores_nothing(engine, table
 def test_restores_do_not_wait_behind_a_prefetch(engine, table) -> None:
     go_cold(engine, {"alice": table(50).question(0)[0], "bob": table(51).question(0)[0]})
     counters = Counters(engine)
-    with stored_codes.gate(engine):
+    with worker_store.gate(engine):
         engine.ask("x", prefetch="alice")
-        engine.wait(lambda: engine.on_worker(stored_codes.at_gate) == 1, "a prefetch")
+        engine.wait(lambda: engine.on_worker(worker_store.at_gate) == 1, "a prefetch")
         other = engine.start(engine.generate(table(51).question(1)[0], "bob"))
-        engine.wait(lambda: engine.on_worker(stored_codes.at_gate) == 2, "a restore at the store beside it")
+        engine.wait(lambda: engine.on_worker(worker_store.at_gate) == 2, "a restore at the store beside it")
     assert other.result(60).text == table(51).question(1)[1]
     counters.wait_for("prefetches", 1)  # the slower of the two, now and then
     assert counters["restores"] == 1

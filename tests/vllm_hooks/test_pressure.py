@@ -104,7 +104,7 @@ def ask_others(engine: Any, table: Any, seeds: Iterable[int]) -> None:
 @pytest.mark.parametrize(
     "hints",
     [{"parent_session_id": "planner"}, pytest.param({}, marks=pytest.mark.slow)],
-    ids=["a child", "a stranger"],
+    ids=["a child", "another session"],
 )
 def test_a_parent_that_waits_has_the_head_still_when_its_child_is_released(
     crowded: Any, table: Any, hints: dict[str, str]

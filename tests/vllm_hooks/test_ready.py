@@ -4,8 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import stored_codes
 import torch
+import worker_store
 from logged import warnings
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -24,7 +24,7 @@ def test_first_blocks_to_be_encoded_and_decoded_compile_nothing(engine: Engine) 
     engine.wait_until_cold(1)
     assert engine.ask(prompt, "first").cached_tokens > 0
     assert engine.metric("manthan_restored_blocks_total") > 0
-    assert engine.on_worker(stored_codes.compiled) == engine.compiled != {}
+    assert engine.on_worker(worker_store.compiled) == engine.compiled != {}
 
 
 @pytest.fixture

@@ -130,12 +130,12 @@ def corrupted(values: list[bytes], which: int, rng: random.Random) -> bytes:
         case 5:  # nothing of it
             return rng.randbytes(rng.choice([0, 8, 127, 128, 129, size]))
         case 6:  # a header that says something else, in good order otherwise
-            # but for its place in the chain, for which the key stands
+            # but for its position in the session, for which the block hash stands
             offset = rng.choice([*range(8), *range(16, 40), *range(48, wire.parse(value).header.nbytes)])
             changed = bytearray(value)
             changed[offset] ^= rng.randrange(1, 256)
             return sealed(bytes(changed))
-        case _:  # another block's codes under this one's header
+        case _:  # another block's bytes under this one's header
             other = values[(which + 1) % len(values)]
             return value[: wire.HEADER.size] + other[wire.HEADER.size :]
 

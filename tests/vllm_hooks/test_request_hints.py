@@ -44,7 +44,7 @@ def checked_behind_a_gateway(params: object, *values: str | bytes) -> Any:
         ({"manthan": {"pinn": True}}, "kv_transfer_params.manthan: unknown hint 'pinn' (did you mean 'pin'?)"),
         ({"manthan": [1]}, "kv_transfer_params.manthan must be a mapping of hints to values, not [1]"),
         ([1], "kv_transfer_params must be a mapping, not [1]"),
-        ({"pin": True}, "kv_transfer_params.pin is in the wrong place: write kv_transfer_params.manthan.pin"),
+        ({"pin": True}, "kv_transfer_params.pin is not read: write kv_transfer_params.manthan.pin"),
         ({"Mantan": {}}, "kv_transfer_params: unknown key 'Mantan' (did you mean 'manthan'?)"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-import stored_codes
+import worker_store
 from sleeper import OTHER, turned
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import BLOCK, GPU_BYTES, MODEL, Answer, Engine, Table, fork_engines, restore_worker
@@ -306,9 +306,9 @@ def test_while_sessions_are_loaded(engine: Engine, traffic: Traffic, running: bo
 
 def test_a_transfer_that_hangs_is_not_waited_for(engine: Engine, traffic: Traffic) -> None:
     go_cold(engine, 1)
-    with stored_codes.gate(engine):
+    with worker_store.gate(engine):
         loading = traffic.ask(1)
-        engine.wait(lambda: engine.on_worker(stored_codes.at_gate) == 1, "a load")
+        engine.wait(lambda: engine.on_worker(worker_store.at_gate) == 1, "a load")
         assert not engine.reset()
         assert not loading.done()
         assert engine.ask(Table(2).question(0)[0]).text == Table(2).question(0)[1]

@@ -1,4 +1,4 @@
-"""Engines whose codes are sealed at rest: restarts, with keys that change meanwhile."""
+"""Engines whose compressed blocks are sealed at rest: restarts, with keys that change meanwhile."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path

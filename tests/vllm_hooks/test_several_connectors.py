@@ -1,4 +1,4 @@
-"""Manthan beside another connector: what vLLM is told of both, and what is refused."""
+"""Manthan next to another connector: what vLLM is told of both, and what is refused."""
 
 import json
 from math import inf
@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from manthan.vllm_hooks.connector import ManthanConnector
-from manthan.vllm_hooks.http.hints import checked_params, decoded_elsewhere, hints_of
+from manthan.vllm_hooks.http.hints import checked_params, hints_of, lossy_prefill_tokens
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on
 from manthan.vllm_hooks.worker.half import get_ready
 
@@ -140,8 +140,8 @@ def test_an_answer_that_a_proxy_hands_on_says_what_is_decoded(
     answer: dict[str, Any] | None, cached: dict[str, int], tokens: float
 ) -> None:
     said = {} if answer is None else {"manthan": {"session_id": "A", "pinned": True, "refused": None} | answer}
-    assert decoded_elsewhere({"do_remote_prefill": True, **said, **cached}) == tokens
-    assert decoded_elsewhere(None) == 0
+    assert lossy_prefill_tokens({"do_remote_prefill": True, **said, **cached}) == tokens
+    assert lossy_prefill_tokens(None) == 0
 
 
 @pytest.mark.parametrize("others", [0, 1, 2], ids=["alone", "behind one", "behind two"])

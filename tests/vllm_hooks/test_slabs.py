@@ -1,4 +1,4 @@
-"""Where codes lie beside a GPU: nothing overlaps, nothing is lost, whatever its size."""
+"""Where compressed blocks lie next to a GPU: nothing overlaps, nothing is lost, whatever its size."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -92,7 +92,7 @@ def test_blocks_are_cut_behind_any_of_their_parts() -> None:
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Two tiers, or one, whose blocks' bytes are written, moved and read as the path beside a GPU does it.
+    """Two tiers, or one, whose blocks' bytes are written, moved and read as the path with a GPU does it.
 
     In order of age, as far as it is known; `taken` are blocks that are still being written.
     """
@@ -151,7 +151,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(group=st.integers(0, 1), keys=st.lists(keys, unique=True))
     def read(self, group: int, keys: list[bytes]) -> None:
-        """A chain is read run by run, and ends at the first block that is not there."""
+        """A session is read run by run, and ends at the first block that is not there."""
         wanted = [self.bytes.get((group, key)) for key in keys]
         done = 0
         while done < len(keys) and (run := self.tiers.find(group, keys[done:])):
@@ -177,7 +177,7 @@ class TierMachine(RuleBasedStateMachine):
             stored.sort()
             assert all(a.start + a.nbytes <= b.start for a, b in pairwise(stored))
             assert sum(extent.nbytes for extent in stored) == one.arena.used
-            assert one.arena.used + one.arena.available == len(one.codes)
+            assert one.arena.used + one.arena.available == len(one.buffer)
             for (group, key), block in one.blocks().items():
                 assert b"".join(spans(one, block.extents, block.nbytes)) == self.bytes[group, key]
 
@@ -185,7 +185,7 @@ class TierMachine(RuleBasedStateMachine):
 def spans(tier: Slab, extents: Sequence[Extent], nbytes: int) -> Iterator[memoryview]:
     """The first so many bytes of a block, as views."""
     for start, size in extents:
-        yield memoryview(tier.codes.numpy())[start : start + min(size, nbytes)]
+        yield memoryview(tier.buffer.numpy())[start : start + min(size, nbytes)]
         nbytes -= min(size, nbytes)
 
 
@@ -198,7 +198,7 @@ def write(taken: Taken, numbers: bytes) -> None:
 
 def copy(source: Slab, froms: Sequence[Extent], target: Slab, tos: Sequence[Extent], nbytes: int) -> None:
     for at, to, size in pieces([froms], [tos], [nbytes]).t().tolist():
-        target.codes[to : to + size] = source.codes[at : at + size]
+        target.buffer[to : to + size] = source.buffer[at : at + size]
 
 
 TestTiers = TierMachine.TestCase

@@ -1,5 +1,5 @@
-"""vLLM's sleep mode: codes stay while the weights do. The CPU build gives no memory away, but tells everybody the same;
-tests/gpu/test_sleep.py has a GPU that does."""
+"""vLLM's sleep mode: compressed blocks stay while the weights do. The CPU build gives no memory away, but tells
+everybody the same; tests/gpu/test_sleep.py has a GPU that does."""
 
 import asyncio
 from collections.abc import Iterator

@@ -54,7 +54,7 @@ FULL = FullAttentionSpec(block_size=16, **HEADS)
 LATENT = {"num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
 
 
-def beside(index: int, spec: Any) -> PointGroup:
+def at_points(index: int, spec: Any) -> PointGroup:
     """A group of four layers."""
     entry = entry_of(spec)
     assert entry is not None
@@ -62,11 +62,11 @@ def beside(index: int, spec: Any) -> PointGroup:
 
 
 MAIN = KvCacheGroup(0, FULL, 4)
-WINDOW = beside(1, SlidingWindowSpec(block_size=16, sliding_window=128, **HEADS))
-LARGE = beside(2, SlidingWindowSpec(block_size=32, sliding_window=128, **HEADS))
-STATE = beside(3, MambaSpec(block_size=16, shapes=((2, 3),), dtypes=(torch.float32,)))
-CHUNKS = beside(4, ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **HEADS))
-DENSE = beside(5, FULL)
+WINDOW = at_points(1, SlidingWindowSpec(block_size=16, sliding_window=128, **HEADS))
+LARGE = at_points(2, SlidingWindowSpec(block_size=32, sliding_window=128, **HEADS))
+STATE = at_points(3, MambaSpec(block_size=16, shapes=((2, 3),), dtypes=(torch.float32,)))
+CHUNKS = at_points(4, ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **HEADS))
+DENSE = at_points(5, FULL)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_a_step_takes_blocks_of_each_group() -> None:
 
 def test_each_token_that_is_proposed_has_a_block_of_states() -> None:
     spec = MambaSpec(shapes=((2, 3),), dtypes=(torch.float32,), block_size=16, num_speculative_blocks=3)
-    state = beside(3, spec)
+    state = at_points(3, spec)
     assert Groups(MAIN, [state, state]).held(1000, in_flight=256) == 63 + 2 * (2 + 3)
     assert Groups(MAIN, [state]).taken(100, 3) == 7 + 3 + 7 + 3 + 3 * 3
 
 
 def test_a_draft_has_the_last_block_found_computed_again() -> None:
-    """What is needed beside it is needed a block before."""
+    """What is needed besides it is needed a block before."""
     plain, drafted = Groups(MAIN, [WINDOW, STATE]), Groups(MAIN, [WINDOW, STATE], again=1)
     assert [plain.deepest(depth) for depth in range(4)] == [0, 1, 2, 3]
     assert [drafted.deepest(depth) for depth in range(4)] == [0, 0, 2, 3]
@@ -275,18 +275,18 @@ def one_group(specs: dict[str, Any]) -> KVCacheConfig:
     [(SPARSE, 512), (replace(SPARSE, is_index_group_leader=True), 512), (FULL, 0)],
     ids=["latents", "latents of several specs", "keys and values"],
 )
-def test_layers_that_no_codec_knows_are_bytes_beside_those_that_are_coded(coded: Any, latent: int) -> None:
+def test_layers_that_no_codec_knows_are_opaque_bytes_with_those_that_are_coded(coded: Any, latent: int) -> None:
     """As a sparse model has them: latents, or keys and values, and the keys of its index."""
     other = SPARSE if latent else FULL
     config = one_group({"a": INDEXER, "b": coded, "c": INDEXER, "d": other})
     found = groups_of(config, latents=LATENTS).main
     assert (found.is_packed, found.names, found.layers, found.latent) == (False, ("b", "d"), 2, latent)
-    assert found.beside == KvCacheGroup(0, INDEXER, 2, ("a", "c"), layer_nbytes=(INDEXER.page_size_bytes,) * 2)
+    assert found.opaque == KvCacheGroup(0, INDEXER, 2, ("a", "c"), layer_nbytes=(INDEXER.page_size_bytes,) * 2)
     assert found.page_nbytes == 2 * (coded.page_size_bytes + INDEXER.page_size_bytes)
     shape = block_shape(found)
     assert (shape.layers, shape.latent, shape.nbytes) == (2, latent, found.page_nbytes)
-    assert shape.beside is not None
-    assert shape.beside.nbytes == 2 * INDEXER.page_size_bytes
+    assert shape.opaque is not None
+    assert shape.opaque.nbytes == 2 * INDEXER.page_size_bytes
 
 
 @pytest.mark.parametrize(
@@ -296,22 +296,22 @@ def test_layers_that_no_codec_knows_are_bytes_beside_those_that_are_coded(coded:
         (SPARSE, replace(INDEXER, head_size=129, block_size=16, page_size_padded=2065)),
         (INDEXER, replace(INDEXER, head_size=64)),
     ],
-    ids=["of several shapes", "beside odd sizes", "none"],
+    ids=["of several shapes", "with odd sizes", "none"],
 )
 def test_layers_that_cannot_be_stored_together_are_bytes(specs: tuple[Any, ...]) -> None:
     config = one_group({str(n): spec for n, spec in enumerate(specs)})
     found = groups_of(config, latents=LATENTS).main
-    assert (found.beside, found.latent) == (None, 0)
+    assert (found.opaque, found.latent) == (None, 0)
     assert found.layer_nbytes == tuple(spec.page_size_bytes for spec in specs)
 
 
-def test_bytes_of_layers_of_several_sizes_are_beside_by_size() -> None:
+def test_bytes_of_layers_of_several_sizes_are_opaque_by_size() -> None:
     """So that kernels copy a run of layers at once."""
     small = replace(INDEXER, head_size=64)
     found = groups_of(one_group({"a": SPARSE, "b": INDEXER, "c": small, "d": INDEXER}), latents=LATENTS).main
-    assert found.beside is not None
-    assert found.beside.names == ("c", "b", "d")
-    assert found.beside.layer_nbytes == (1024, 2112, 2112)
+    assert found.opaque is not None
+    assert found.opaque.names == ("c", "b", "d")
+    assert found.opaque.layer_nbytes == (1024, 2112, 2112)
 
 
 STATES = MLAAttentionSpec(
@@ -330,10 +330,10 @@ def test_states_of_four_tokens_are_counted_as_states() -> None:
     """DeepSeek V4's: 64 in a block of 256 tokens, of which 512 bytes of scales lie behind the others."""
     found = groups_of(one_group({"a": STATES, "b": INDEXER, "c": STATES})).main
     assert (found.tokens, found.states, found.layers, found.latent) == (256, 64, 2, 448)
-    beside = found.beside
-    assert beside is not None
-    assert beside.names == ("a", "c", "b")
-    assert (beside.layer_nbytes, beside.starts) == ((512, 512, 2112), (36864, 36864, 0))
+    opaque = found.opaque
+    assert opaque is not None
+    assert opaque.names == ("a", "c", "b")
+    assert (opaque.layer_nbytes, opaque.starts) == ((512, 512, 2112), (36864, 36864, 0))
     shape = block_shape(found)
     assert (shape.tokens, shape.head_dim, shape.value_numbers) == (64, 128, (2, 7, 64, 64))
     assert shape.nbytes == found.page_nbytes == 2 * 64 * 584 + 2112

@@ -24,7 +24,7 @@ def test_nine_tenths_of_a_prompt_are_not_computed_after_thinking_was_dropped(tmp
     job = {"model": model, "manthan": manthan, "prompts": None, "turns": 20, "tools": 2, "blocks": 800, "engine": {}}
     ours, _ = run_script("template_turns.py", job)
     hot, _ = run_script("template_turns.py", job | {"manthan": None, "prompts": [each["prompt"] for each in ours]})
-    for what in ("cached", "tokens"):  # what begins elsewhere rounds otherwise
+    for what in ("cached", "tokens"):  # what begins at another token rounds otherwise
         assert [each[what] for each in ours] == [each[what] for each in hot], what
     computed = [1 - each["cached"] / len(each["prompt"]) for each in ours[1:]]
     print(f"computed anew: at most {max(computed):.1%}, {sum(computed) / len(computed):.1%} in the mean")

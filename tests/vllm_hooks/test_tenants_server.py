@@ -160,4 +160,4 @@ def test_who_takes_all_it_can_get_takes_nothing_of_others(server, table) -> None
     wait_until_saved(server)
     assert is_whole(ask(server, LEFT, prompts[0], "left's"))
     found = [ask(server, RIGHT, prompt, f"right's {n}").blocks for n, prompt in reversed(list(enumerate(prompts)))]
-    assert 0 < sum(found) < 80  # of 8 * 17; a profile that was made meanwhile makes codes smaller
+    assert 0 < sum(found) < 80  # of 8 * 17; a profile that was made meanwhile makes blocks smaller

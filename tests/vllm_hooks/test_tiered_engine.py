@@ -1,4 +1,4 @@
-"""Codes in several tiers, each with a budget of its own: RAM, a disk, Redis."""
+"""Compressed blocks in several tiers, each with a budget of its own: RAM, a disk, Redis."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ def restored_from(engine: Engine, guest: int) -> Counter[str]:
 
 
 def check_what_is_told(engine: Engine, found: list[int]) -> None:
-    """The API's books of each tier, beside what the worker has there. The books count bounds of what is being encoded,
+    """The API's books of each tier, next to what the worker has there. The books count bounds of what is being encoded,
     and no whole pages of a disk."""
     names = TIERS
     told = {name: told_of(engine, tier=name) for name in names}

@@ -1,4 +1,4 @@
-"""The worker's side of the guard: encoded blocks are measured beside the model, for good, and nobody waits."""
+"""The worker's side of the guard: encoded blocks are measured next to the model, for good, and nobody waits."""
 
 import time
 import types

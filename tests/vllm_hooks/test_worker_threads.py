@@ -1,4 +1,4 @@
-"""The threads beside the model's: where they may run, and that nothing breaks them."""
+"""The threads next to the model's: where they may run, and that nothing breaks them."""
 
 import os
 import subprocess

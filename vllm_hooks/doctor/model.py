@@ -161,7 +161,7 @@ def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tupl
     for group in groups.stored:
         name = codec.name if group is groups.main else codec_of_other(codec.name, group, codec.state)
         ratio = sizes[group.index].pool_nbytes / sizes[group.index].cold_nbytes
-        as_bytes = {*group.beside.names} - {*group.names} if group.beside else ()
+        as_bytes = {*group.opaque.names} - {*group.names} if group.opaque else ()
         stores[group.index] = StoredGroup(name, ratio, len(as_bytes))
     return stores, groups.resume_tokens
 

@@ -113,7 +113,7 @@ def _hints_in(params: object) -> Hints:
         raise HintError(f"{PARAMS} must be a mapping, not {reprlib.repr(params)}")
     for name in params:
         if name in Hints.model_fields:
-            raise HintError(f"{PARAMS}.{name} is in the wrong place: write {WHERE}.{name}")
+            raise HintError(f"{PARAMS}.{name} is not read: write {WHERE}.{name}")
         if name != EXTRA_KEY and difflib.get_close_matches(str(name).lower(), [EXTRA_KEY], cutoff=0.8):
             raise HintError(f"{PARAMS}: unknown key {reprlib.repr(name)} (did you mean '{EXTRA_KEY}'?)")
     own = params.get(EXTRA_KEY)
@@ -127,7 +127,7 @@ def _is_answer(own: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(own, Mapping) and own.keys() >= ANSWER
 
 
-def decoded_elsewhere(params: object) -> float:
+def lossy_prefill_tokens(params: object) -> float:
     """Return the number of a prompt's first tokens whose KV may be lossy in the engine that did the prefill.
 
     That engine's answer says how many tokens are lossy, but not which. If any are, return the number of all its cached

@@ -35,7 +35,7 @@ class PagedMemory:
     Args:
         shape: of a block.
         coded: layers with keys and values, or with latents (MLA).
-        raw: layers stored as bytes: all layers if the shape `is_raw`, else the layers of `BlockShape.beside`.
+        raw: layers stored as bytes: all layers if the shape `is_raw`, else the layers of `BlockShape.opaque`.
     """
 
     def __init__(self, shape: BlockShape, coded: Sequence[Layer], raw: Sequence[Layer] = ()) -> None:
@@ -85,9 +85,9 @@ class PagedMemory:
             # With mode="clip" numpy needs no buffer. All positions are in range.
             np.take(row, layer.keys, out=keys[n].reshape(-1), mode="clip")
             np.take(row, layer.values, out=values[n].reshape(-1), mode="clip")
-        if octets is None or self._shape.beside is None:
+        if octets is None or self._shape.opaque is None:
             return keys, values
-        return keys, values, octets.reshape(self._shape.beside.numbers)
+        return keys, values, octets.reshape(self._shape.opaque.numbers)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

@@ -124,7 +124,7 @@ class Decoding(NamedTuple):
     stream: torch.cuda.Stream
     chunk: Chunk
     batch: Batch
-    codes: torch.Tensor
+    buffer: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -203,7 +203,7 @@ class CudaEngine(Engine):
         self._may_pause = False
         self._forms = forms
         self.decode_s = self._warm_up(forms)
-        self._stores.codes.zero_()
+        self._stores.buffer.zero_()
         threads = int(secondary is not None)
         self._writers = JobThreads(threads, "manthan-write")
         self._readers = [JobThreads(threads, f"manthan-{name}") for name in ("restore", "prefetch")]
@@ -400,7 +400,7 @@ class CudaEngine(Engine):
             stream.wait_event(self._erased)
             with torch.cuda.stream(stream):
                 _, sources, targets, nbytes = zip(*demotions, strict=True)
-                _copy(device.codes, sources, host.codes, targets, nbytes)
+                _copy(device.buffer, sources, host.buffer, targets, nbytes)
                 self._demoted = stream.record_event()
         with self._lock:
             stream.wait_event(self._erase())
@@ -420,7 +420,7 @@ class CudaEngine(Engine):
             with torch.cuda.stream(self._eraser):
                 self._eraser.query()  # sets this thread's CUDA context, which the driver's copies do not
                 zeros = [(Extent(0, ERASE_BYTES),) * -(-size // ERASE_BYTES) for _, size in freed]
-                _copy(self._zeros, zeros, tier.codes, [(extent,) for extent in freed], [size for _, size in freed])
+                _copy(self._zeros, zeros, tier.buffer, [(extent,) for extent in freed], [size for _, size in freed])
                 self._erased = self._eraser.record_event()
         return self._erased
 
@@ -440,16 +440,18 @@ class CudaEngine(Engine):
     def _encode(self, encoding: Encoding) -> None:
         storing, start, codec, exact, tier, places, in_place, nbytes = encoding
         staging, job = self._stores, storing.job.part(start, start + len(places), codec.layout.tokens)
-        codes, ours = (tier.codes, places) if in_place else (staging.codes, staging.places(nbytes)[: len(places)])
+        buffer, ours = (tier.buffer, places) if in_place else (staging.buffer, staging.places(nbytes)[: len(places)])
         with torch.cuda.stream(staging.stream):
             offsets, firsts = [place[0].start for place in ours], job.first_tokens(codec.layout.tokens)
             told = job.block_hashes, job.block_ids.astype(np.int64), firsts, offsets
             batch = codec.batch(exact, *told, marks=[job.mark] * len(job))
-            codec.encode(batch, codes)
+            codec.encode(batch, buffer)
             copied = staging.stream.record_event()
             if not in_place:  # all of the room, because a block's size is not known yet
-                _copy(codes, ours, tier.codes, places, [nbytes] * len(places))
-                codes[: len(ours) * nbytes].zero_()  # the next block here may be shorter, and all of its room is copied
+                _copy(buffer, ours, tier.buffer, places, [nbytes] * len(places))
+                buffer[
+                    : len(ours) * nbytes
+                ].zero_()  # the next block here may be shorter, and all of its room is copied
             self._encodings.append(Begun(encoding, self._chunk(codec, batch, staging.stream), copied))
 
     def _end_encodings(self) -> None:
@@ -578,21 +580,21 @@ class CudaEngine(Engine):
         for codec, run in self._runs(loading.reading, start, end, stagings[0]):
             staging, exact, sizes = stagings[len(loading.chunks) % len(stagings)], run.exact, run.nbytes
             some = slice(loading.begun, loading.begun + len(sizes))
-            codes = run.tier.codes if run.in_place else staging.codes
+            buffer = run.tier.buffer if run.in_place else staging.buffer
             with torch.cuda.stream(staging.stream):
                 if self._demoted is not None:
                     staging.stream.wait_event(self._demoted)
                 offsets = run.starts
                 if not run.in_place:
                     offsets = codec.form(exact).nbytes * np.arange(len(sizes))
-                    _copy_run(run, codes, offsets)
+                    _copy_run(run, buffer, offsets)
                 told = job.block_hashes[some], block_ids[some], run.first_tokens
                 batch = codec.batch(exact, *told, offsets, sizes, run.marks)
-                codec.verify(batch, codes)
+                codec.verify(batch, buffer)
                 chunk = self._chunk(codec, batch, staging.stream, torch.from_numpy(sizes))
             loading.chunks.append(chunk)
             loading.begun = chunk.end = some.stop
-            decoding = Decoding(codec, staging.stream, chunk, batch, codes)
+            decoding = Decoding(codec, staging.stream, chunk, batch, buffer)
             if run.in_place:
                 later.append(decoding)
             else:  # the next chunk but one needs the same staging buffer
@@ -625,10 +627,10 @@ class CudaEngine(Engine):
 
     def _decode(self, decoding: Decoding, earlier: torch.cuda.Event) -> None:
         """Decode a chunk's good blocks after event `earlier`."""
-        codec, stream, chunk, batch, codes = decoding
+        codec, stream, chunk, batch, buffer = decoding
         stream.wait_event(earlier)
         with torch.cuda.stream(stream):
-            codec.decode(batch, codes)
+            codec.decode(batch, buffer)
             chunk.done = stream.record_event()
 
     def _pause(self) -> None:
@@ -751,16 +753,16 @@ class CudaEngine(Engine):
             places = staging.places(codec.form(exact).nbytes)[:most]
             none, offsets = [0] * len(places), [place[0].start for place in places]
             made = codec.batch(exact, [b""] * len(none), none, none, offsets)
-            codec.encode(made, staging.codes)
+            codec.encode(made, staging.buffer)
             chunk = self._chunk(codec, made, staging.stream)
             chunk.done.synchronize()
             if bool((chunk.status != GOOD).any()):
                 return 0.0
             batch = codec.batch(exact, [b""] * len(none), none, none, offsets, made.nbytes.cpu().numpy())
-            codec.verify(batch, staging.codes)
+            codec.verify(batch, staging.buffer)
             staging.stream.synchronize()
             began = time.perf_counter()
-            codec.decode(batch, staging.codes)
+            codec.decode(batch, staging.buffer)
             staging.stream.synchronize()
         return (time.perf_counter() - began) / (len(none) * codec.layout.tokens)
 
@@ -769,9 +771,9 @@ def _copy_run(run: Run, target: torch.Tensor, offsets: Numbers) -> None:
     """Copy stored blocks, each to an offset of `offsets` in buffer `target`, on the current stream."""
     if run.pieces:
         tos = [(Extent(start, len(target)),) for start in offsets.tolist()]
-        _copy(run.tier.codes, run.extents, target, tos, run.nbytes.tolist())
+        _copy(run.tier.buffer, run.extents, target, tos, run.nbytes.tolist())
         return
-    froms, tos_there = run.starts + run.tier.codes.data_ptr(), offsets + target.data_ptr()
+    froms, tos_there = run.starts + run.tier.buffer.data_ptr(), offsets + target.data_ptr()
     compat.copy_blocks(*map(torch.from_numpy, (froms, tos_there, np.ascontiguousarray(run.nbytes))))
 
 

@@ -63,14 +63,14 @@ class GroupCache:
         layers: memory of the layers that the codec encodes; of all layers if the group is stored as bytes.
         forms: formats of the compressed blocks: of the group's codec, then of the finer codecs that the guard may use.
         exacts: possible counts of exact (losslessly stored) tokens at the begin of a block.
-        beside: memory stored as bytes in the same compressed blocks: of further layers, or of latents' scales.
+        opaque: memory stored as bytes in the same compressed blocks: of further layers, or of latents' scales.
         rope: RoPE of the keys; None if unknown, or if the codecs must not use RoPE, as for latents.
     """
 
     layers: list[Layer]
     forms: Sequence[BlockFormat]
     exacts: Sequence[int]
-    beside: Sequence[Layer] = ()
+    opaque: Sequence[Layer] = ()
     rope: Rope | None = None
 
     @property
@@ -80,7 +80,7 @@ class GroupCache:
     @property
     def memory(self) -> PagedMemory:
         """The cache as the CPU's codecs read and write it."""
-        coded, raw = ((), self.layers) if self.shape.is_raw else (self.layers, self.beside)
+        coded, raw = ((), self.layers) if self.shape.is_raw else (self.layers, self.opaque)
         return PagedMemory(self.shape, coded, raw)
 
     @property
@@ -96,7 +96,7 @@ class GroupCache:
         """The cache as a GPU's codecs read and write it. Raises UnsupportedError."""
         if self.shape.is_raw:
             return RawLayout(tuple(layer.rows for layer in self.layers), self.shape)
-        return paged_layout(self.layers, self.shape, self.beside)
+        return paged_layout(self.layers, self.shape, self.opaque)
 
     def paged_codecs(self, forms: Sequence[BlockFormat]) -> list[PagedCodec]:
         """Return a GPU's codecs for the cache, one for each format. Raises UnsupportedError."""
@@ -234,7 +234,7 @@ class WorkerHalf:
         return replace(metadata, stores=stores, loads=loads)
 
     def _layers(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
-        """Return the memory of the group's layers, without those in `group.beside`. Raises UnsupportedError."""
+        """Return the memory of the group's layers, without those in `group.opaque`. Raises UnsupportedError."""
         if group.is_packed:
             nbytes = dict(zip(group.names, group.layer_nbytes, strict=True))
             starts = dict(zip(group.names, group.starts, strict=False))
@@ -253,13 +253,13 @@ class WorkerHalf:
         Only groups with latents, or with layers stored as bytes, are tried, because their attention may write in an
         unusual way. The scheduler half asks the workers which groups are therefore stored as bytes.
         """
-        if group.beside is None and not group.latent:
+        if group.opaque is None and not group.latent:
             return True
         try:
             layers = self._layers(group, kv_caches)
             if not layers[0].rows.is_cpu:
-                beside = self._layers(group.beside, kv_caches) if group.beside else ()
-                paged_layout(layers, memory.block_shape(group), beside).raw()  # raises if kernels cannot address it
+                opaque = self._layers(group.opaque, kv_caches) if group.opaque else ()
+                paged_layout(layers, memory.block_shape(group), opaque).raw()  # raises if kernels cannot address it
         except Exception as error:  # a backend may raise any exception
             why = f"its layout cannot be found: {type(error).__name__}: {error}"
             logger.warning("Manthan: KV cache group %d is stored as bytes, because %s", group.index, why)
@@ -269,7 +269,7 @@ class WorkerHalf:
     def _cache(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor], namespace: str) -> GroupCache:
         """Return a group's cache. namespace: of a disk or Redis, or empty; see `fingerprint`. Raises ConfigError."""
         config, layers = self._config.codec, self._layers(group, kv_caches)
-        beside = self._layers(group.beside, kv_caches) if group.beside else ()
+        opaque = self._layers(group.opaque, kv_caches) if group.opaque else ()
         is_main = group.index == self.groups.main.index
         codec = config.name if is_main else memory.codec_of_other(config.name, group, config.state)
         if group.is_packed:
@@ -279,7 +279,7 @@ class WorkerHalf:
         if not group.latent and group.context.ranks == 1:  # else a rank's next token is not the session's next
             rope = running_rope(self._vllm_config, group.spec.head_size, takes_facts(config.name), group.names)
         forms = [self._format(each, group, self._facts(each, group, rope), namespace) for each in codecs]
-        return GroupCache(layers, forms, sorted(memory.exact_counts(config, group).values()), beside, rope)
+        return GroupCache(layers, forms, sorted(memory.exact_counts(config, group).values()), opaque, rope)
 
     def _facts(self, codec: str, group: KvCacheGroup, rope: Rope | None) -> ModelFacts:
         """Return the model's facts that the codec needs, such as RoPE. Raises ConfigError for an unsuitable profile."""

@@ -106,8 +106,8 @@ def rows_of(layers: Sequence[Layer], shape: BlockShape) -> list[Layer]:
     return [layer._replace(keys=keys, values=values) for layer in layers]
 
 
-def paged_layout(layers: Sequence[Layer], shape: BlockShape, beside: Sequence[Layer] = ()) -> PagedLayout:
-    """Return the layout of layers for GPU kernels. beside: layers stored as bytes in the same compressed blocks.
+def paged_layout(layers: Sequence[Layer], shape: BlockShape, opaque: Sequence[Layer] = ()) -> PagedLayout:
+    """Return the layout of layers for GPU kernels. opaque: layers stored as bytes in the same compressed blocks.
 
     Raises UnsupportedError unless vectors are at regular distances, the same in all layers.
     """
@@ -132,11 +132,11 @@ def paged_layout(layers: Sequence[Layer], shape: BlockShape, beside: Sequence[La
         strides = (stride, run.head_stride, run.token_stride)
         return PagedLayout(caches, heads, tokens, head_dim, *strides, run.at, value_at, fp8)
 
-    others = RawLayout(tuple(layer.rows for layer in beside), shape.beside) if shape.beside else None
+    others = RawLayout(tuple(layer.rows for layer in opaque), shape.opaque) if shape.opaque else None
     if not shape.latent:
-        return replace(laid_out(shape.numbers, keys, values.at), beside=others)
+        return replace(laid_out(shape.numbers, keys, values.at), opaque=others)
     latents = laid_out(shape.value_numbers, values, None)
-    return replace(laid_out(shape.numbers, keys, None), latents=latents, beside=others, scales=shape.scales)
+    return replace(laid_out(shape.numbers, keys, None), latents=latents, opaque=others, scales=shape.scales)
 
 
 class _Strides(NamedTuple):

@@ -42,9 +42,9 @@ class PinnedRam:
         self._stopped = False
         self._thread: threading.Thread | None = None
         try:
-            self.codes = _pages(nbytes + GRANULE * (max(0, nbytes - 1) // (PIECE - GRANULE)))
-            starts = range(0, len(self.codes), PIECE)
-            self._spans = [Extent(at, min(PIECE - GRANULE, len(self.codes) - at)) for at in starts]
+            self.buffer = _pages(nbytes + GRANULE * (max(0, nbytes - 1) // (PIECE - GRANULE)))
+            starts = range(0, len(self.buffer), PIECE)
+            self._spans = [Extent(at, min(PIECE - GRANULE, len(self.buffer) - at)) for at in starts]
             if self._spans:
                 self._pin(0)
         except (OSError, RuntimeError) as error:
@@ -55,7 +55,7 @@ class PinnedRam:
 
     @property
     def spans(self) -> Sequence[Extent]:
-        """Extents of `codes` that are pinned so far."""
+        """Extents of `buffer` that are pinned so far."""
         return self._spans[: self._pinned]
 
     def start(self) -> None:
@@ -78,7 +78,7 @@ class PinnedRam:
             with suppress(RuntimeError):  # the GPU does not respond
                 torch.cuda.cudart().cudaHostUnregister(self._piece_of(at).data_ptr())
         self._spans, self._pinned = [], 0
-        self.codes = torch.empty(0, dtype=torch.uint8)
+        self.buffer = torch.empty(0, dtype=torch.uint8)
 
     def wait(self) -> None:
         if self._thread is not None:
@@ -115,7 +115,7 @@ class PinnedRam:
 
     def _piece_of(self, number: int) -> torch.Tensor:
         start, nbytes = self._spans[number]
-        return self.codes[start : start + nbytes]
+        return self.buffer[start : start + nbytes]
 
 
 def _pages(nbytes: int) -> torch.Tensor:

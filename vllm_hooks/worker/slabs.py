@@ -77,14 +77,14 @@ class Run(NamedTuple):
 class Slab:
     """Tier of a rank: compressed blocks in a buffer, least recently used first if the owner reports uses to `used`.
 
-    codes: the buffer, uint8 [nbytes]. A byte is free, taken (a block is being written), or part of a stored block. The
+    buffer: uint8 [nbytes]. A byte is free, taken (a block is being written), or part of a stored block. The
     facts of a block are a column of an array, so that the facts of thousands of blocks are read at once.
     """
 
-    def __init__(self, codes: torch.Tensor, ram: PinnedRam | None = None) -> None:
-        """ram: RAM of `codes`, pinned in part so far; None for GPU memory."""
-        self.codes, self._ram = codes, ram
-        self.arena = Arena(0 if ram else len(codes))
+    def __init__(self, buffer: torch.Tensor, ram: PinnedRam | None = None) -> None:
+        """ram: RAM of `buffer`, pinned in part so far; None for GPU memory."""
+        self.buffer, self._ram = buffer, ram
+        self.arena = Arena(0 if ram else len(buffer))
         self.freed: list[Extent] = []
         """Freed extents whose bytes are not erased yet."""
         self._spans = 0
@@ -111,7 +111,7 @@ class Slab:
     def pinned(cls, max_bytes: int, device: torch.device) -> "Slab":
         """Return a slab of RAM for direct access by the GPU, with a first part pinned at once. Raises ConfigError."""
         ram = PinnedRam(max_bytes, device)
-        return cls(ram.codes, ram)
+        return cls(ram.buffer, ram)
 
     def start(self) -> None:
         """Begin to pin the rest of the RAM, if any. Called in every step."""
@@ -201,12 +201,12 @@ class Slab:
         at = 0
         for start, nbytes in extents:
             part = buf[at : at + nbytes]
-            self.codes.numpy()[start : start + len(part)] = part
+            self.buffer.numpy()[start : start + len(part)] = part
             at += nbytes
 
     def read(self, stored: Stored) -> Buffer:
         """Return a block's bytes in a tier in RAM, without a copy if contiguous."""
-        parts = [self.codes.numpy()[start : start + nbytes] for start, nbytes in stored.extents]
+        parts = [self.buffer.numpy()[start : start + nbytes] for start, nbytes in stored.extents]
         found: Buffer = (parts[0] if len(parts) == 1 else np.concatenate(parts))[: stored.nbytes]
         return found
 
@@ -248,7 +248,7 @@ class Slab:
         """Unpin the RAM if any, and give the buffer up. The tier is of no use afterwards."""
         if self._ram is not None:
             self._ram.close()
-        self.codes = self.codes[:0]
+        self.buffer = self.buffer[:0]
 
 
 class Demotion(NamedTuple):
@@ -338,17 +338,17 @@ class Slabs:
 
 
 class Staging:
-    """Buffer in GPU memory, and the stream of all jobs that use the buffer. codes: the buffer, uint8 [nbytes]."""
+    """Buffer in GPU memory, and the stream of all jobs that use the buffer. buffer: uint8 [nbytes]."""
 
     def __init__(self, nbytes: int, device: torch.device, priority: int = 0) -> None:
-        self.codes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.stream = torch.cuda.Stream(device, priority=priority)
         self._places: dict[int, list[tuple[Extent]]] = {}
 
     def places(self, nbytes: int) -> Sequence[tuple[Extent]]:
         """Return consecutive extents of `nbytes` bytes, one for each block that fits into the buffer."""
         if nbytes not in self._places:
-            fit = range(len(self.codes) // nbytes)
+            fit = range(len(self.buffer) // nbytes)
             self._places[nbytes] = [(Extent(n * nbytes, nbytes),) for n in fit]
         return self._places[nbytes]
 

@@ -20,8 +20,8 @@ typedef long long i64;
 struct Job {  // arguments of a kernel: sections of n KV blocks with the same layout
     const u64* caches;     // [layers] addresses
     const i64* block_ids;  // [n]
-    const i64* offsets;    // [n] multiples of 16: encoded block i is at codes + offsets[i]
-    u8* codes;
+    const i64* offsets;    // [n] multiples of 16: encoded block i is at buffer + offsets[i]
+    u8* buffer;
     const u8* headers;     // [n, head_nbytes]
     int* status;           // [n]
     const i64* sizes;      // [n] bytes of each encoded block; if null, all have `nbytes`
@@ -87,7 +87,7 @@ __device__ __forceinline__ Word store(float x) {  // x is finite
 template <typename Sections>
 __device__ __forceinline__ float scale_of(const Sections& job, int block, int layer, int piece, int t) {
 #if SCALES
-    const u8* at = job.codes + job.offsets[block] + job.kept_at + piece * SCALES;
+    const u8* at = job.buffer + job.offsets[block] + job.kept_at + piece * SCALES;
     at += ((i64)layer * job.block_tokens + job.first_token + t) * job.kept_stride;
     const float scale = SCALES == 4 ? *(const float*)at : f((u32)*at << 23);
     return scale > 0.f ? scale : 1.f;

@@ -14,7 +14,7 @@
 #define FURTHEST 32767.f
 #define TOO_MANY 0x3fffffffu  // words
 #define MAGNITUDES 4
-#define PLACE_SHARE 0.125f  // of places as fp16, so that none is too large for it
+#define PLACE_SHARE 0.125f  // of `places` as fp16, so that none is too large for it
 #define OCTAVE_THIRD 0.33333334f
 
 __device__ __forceinline__ int split_of(int level) { return level == 3 ? 3 : 2; }
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const S
     for (u32 run = SPREAD_WARP; run < (u32)(job.groups_count * job.n); run += gridDim.x * ROW_WARPS) {
         const int g = run / job.n, first = run % job.n;
         const Streams me(job.groups[g].streams);
-        if (first % me.together) continue;  // the warp of the first takes those that fit beside it
+        if (first % me.together) continue;  // the warp of the first takes those that fit next to it
         const int block = first + me.row;
         put_rows(job, entries, g, min(block, job.n - 1), block < job.n && me.row < me.together, me);
     }
@@ -213,10 +213,10 @@ struct Level {
 
     __device__ __forceinline__ void find(const Sections& job, int g, int block, int level, bool wanted, const Streams& me) {
         const Group group = job.groups[g];
-        reader = Reader{(const u16*)job.codes, 0, 0};
+        reader = Reader{(const u16*)job.buffer, 0, 0};
         x = LOWEST, there = wanted;
         if (there) {
-            const u8* rows = job.codes + job.offsets[block] + rows_at(job, block, level);
+            const u8* rows = job.buffer + job.offsets[block] + rows_at(job, block, level);
             const u32* sizes = job.sizes + ((i64)block * LEVELS + level) * job.groups_count;
             u64 before = 0;
             for (int i = 0; i < g; i++) before += sizes[i];

@@ -21,8 +21,8 @@ __device__ __forceinline__ void copy_exact(const Job& job) {
         if (!OUT && job.status[block] != GOOD) continue;
         Word* paged = (Word*)job.caches[layer] + job.block_ids[block] * job.block_stride + job.at[kind];
         paged += head * job.head_stride;
-        u8* codes = job.codes + job.offsets[block] + job.payload[kind];
-        Unit* kept = (Unit*)codes + (i64)(layer * job.heads + head) * job.tokens * units;
+        u8* buffer = job.buffer + job.offsets[block] + job.payload[kind];
+        Unit* kept = (Unit*)buffer + (i64)(layer * job.heads + head) * job.tokens * units;
         for (int i = lane; i < job.tokens * units; i += 32) {
             Unit* vector = (Unit*)(paged + i / units * job.token_stride);
             if (OUT) kept[i] = vector[i % units];

@@ -131,9 +131,9 @@ struct Vector {  // vector `i` of a launch: index in its KV block's keys or valu
         index = i % vectors, block = i / vectors / job.kinds;
         x = (Word*)job.caches[layer] + job.block_ids[block] * job.block_stride + job.at[kind];
         x += head * job.head_stride + token * job.token_stride;
-        u8* codes = job.codes + job.offsets[block] + job.payload[kind];
-        scale = codes + 2 * index;
-        planes = codes + (2ll * vectors + 15) / 16 * 16 + (i64)index * VECTOR_NBYTES;
+        u8* buffer = job.buffer + job.offsets[block] + job.payload[kind];
+        scale = buffer + 2 * index;
+        planes = buffer + (2ll * vectors + 15) / 16 * 16 + (i64)index * VECTOR_NBYTES;
     }
 };
 

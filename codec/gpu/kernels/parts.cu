@@ -15,8 +15,8 @@ struct Group {
 struct Sections {  // arguments of a kernel, for n KV blocks with the same layout; `rows` to `sizes` are scratch
     const u64* caches;     // [layers] addresses
     const i64* block_ids;  // [n]
-    const i64* offsets;    // [n] multiples of 16: encoded block i is at codes + offsets[i]
-    u8* codes;
+    const i64* offsets;    // [n] multiples of 16: encoded block i is at buffer + offsets[i]
+    u8* buffer;
     const u8* headers;     // [n, head_nbytes], with the section's largest size as its size
     int* status;           // [n]
     i64* nbytes;           // [n] of each encoded block
@@ -103,7 +103,7 @@ extern "C" __global__ void lay_out(const Sections job) {
             if (lane == 0) job.nbytes[block] = 0;
             continue;
         }
-        u8* out = job.codes + job.offsets[block];
+        u8* out = job.buffer + job.offsets[block];
         const u64* header = (const u64*)(job.headers + block * job.head_nbytes);
         for (int i = lane; i < job.head_nbytes / 8; i += 32) ((u64*)out)[i] = header[i];
         __syncwarp();
@@ -144,7 +144,7 @@ extern "C" __global__ void pack(const Sections job) {
     for (u32 run = blockIdx.x * WARPS + threadIdx.x / 32; run < (u32)(job.n * job.all * groups); run += gridDim.x * WARPS) {
         const int block = run / groups / job.all, level = run / groups % job.all, g = run % groups;
         if (job.status[block] != GOOD) continue;
-        u8* out = job.codes + job.offsets[block];
+        u8* out = job.buffer + job.offsets[block];
         if (level == 0 && g == 0) {
             u8* kept = out + job.start + START_NBYTES;
             const int count = groups * job.tokens;
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) seal_parts(const Sections 
     for (int run = blockIdx.x; run < job.n * job.all; run += gridDim.x) {
         const int block = run / job.all, level = run % job.all;
         if (job.status[block] != GOOD) continue;
-        u8* out = job.codes + job.offsets[block];
+        u8* out = job.buffer + job.offsets[block];
         if (level == 0) {
             const u64 sum = checksum(out, job.ends[(i64)block * LEVELS]);
             if (threadIdx.x == 0) *(u64*)(out + CHECKSUM_AT) = sum;
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) seal_parts(const Sections 
 extern "C" __global__ void find_parts(const Sections job) {
     const int lane = threadIdx.x % 32;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
-        const u8 *found = job.codes + job.offsets[block], *wanted = job.headers + block * job.head_nbytes;
+        const u8 *found = job.buffer + job.offsets[block], *wanted = job.headers + block * job.head_nbytes;
         u32 end = job.head_nbytes, differs = end;
         for (u32 i = lane; i < end; i += 32) {
             const bool length = i / 8 == NBYTES_AT / 8 || i / 8 == ENTRY_AT(last_entry(job)) / 8;
@@ -241,7 +241,7 @@ extern "C" __global__ void find_parts(const Sections job) {
 extern "C" __global__ void __launch_bounds__(THREADS) verify_parts(const Sections job) {
     for (int run = blockIdx.x; run < job.n * LEVELS; run += gridDim.x) {
         const int block = run / LEVELS, level = run % LEVELS;
-        const u8* found = job.codes + job.offsets[block];
+        const u8* found = job.buffer + job.offsets[block];
         const i64* ends = job.ends + (i64)block * LEVELS;
         if (level > job.levels[block] || ends[0] < job.head_nbytes || ends[level] > job.nbytes[block]) continue;
         if (level == 0) {
@@ -261,7 +261,7 @@ extern "C" __global__ void find_rows(const Sections job) {
     const int lane = threadIdx.x % 32, groups = job.groups_count;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
         if (job.status[block] != GOOD) continue;
-        const u8* found = job.codes + job.offsets[block];
+        const u8* found = job.buffer + job.offsets[block];
         const int there = job.levels[block];
         const i64 nbytes = *(const u64*)(found + ENTRY_AT(last_entry(job)));
         const u32 begins = *(const u32*)(found + job.start);

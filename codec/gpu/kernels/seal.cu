@@ -92,7 +92,7 @@ __device__ u64 checksum(const u8* block, i64 nbytes) { return long_checksum(Whol
 extern "C" __global__ void __launch_bounds__(THREADS) seal(const Job job) {
     const int thread = threadIdx.x;
     for (int block = blockIdx.x; block < job.n; block += gridDim.x) {
-        u8* out = job.codes + job.offsets[block];
+        u8* out = job.buffer + job.offsets[block];
         const u64* header = (const u64*)(job.headers + block * job.head_nbytes);
         for (int i = thread; i < job.head_nbytes / 8; i += THREADS) ((u64*)out)[i] = header[i];
         for (int i = 0; i < 4; i++)
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) seal(const Job job) {
 extern "C" __global__ void __launch_bounds__(THREADS) verify(const Job job) {
     const int thread = threadIdx.x;
     for (int block = blockIdx.x; block < job.n; block += gridDim.x) {
-        const u8 *found = job.codes + job.offsets[block], *wanted = job.headers + block * job.head_nbytes;
+        const u8 *found = job.buffer + job.offsets[block], *wanted = job.headers + block * job.head_nbytes;
         bool right = checksum(found, job.nbytes) == *(const u64*)(found + CHECKSUM_AT);
         const u32 end = job.head_nbytes;
         u32 differs = end;

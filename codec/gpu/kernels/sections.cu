@@ -5,8 +5,8 @@
 struct Sections {  // lossy keys and values of n KV blocks with the same number of exact tokens
     const u64* caches;     // [layers] addresses
     const i64* block_ids;  // [n]
-    const i64* offsets;    // [n] multiples of 16: encoded block i is at codes + offsets[i]
-    u8* codes;
+    const i64* offsets;    // [n] multiples of 16: encoded block i is at buffer + offsets[i]
+    u8* buffer;
     const u8* headers;     // [n, head_nbytes], where each section has its largest size
     int* status;           // [n]
     i64* nbytes;           // [n] size of each encoded block
@@ -78,11 +78,11 @@ __device__ __forceinline__ int halved(int number, int doublings) {
     return __float2int_rn((float)number * f((127u - doublings) << 23));
 }
 
-// Write each encoded block's header with lengths, and sections' first bytes and padding. Set nbytes, starts and places.
+// Write each encoded block's header with lengths, and sections' first bytes and padding. Set nbytes, starts and `places`.
 extern "C" __global__ void lay_out(const Sections job) {
     int lane = threadIdx.x % 32;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
-        u8* out = job.codes + job.offsets[block];
+        u8* out = job.buffer + job.offsets[block];
         const u64* header = (const u64*)(job.headers + block * job.head_nbytes);
         for (int i = lane; i < job.head_nbytes / 8; i += 32) ((u64*)out)[i] = header[i];
         __syncwarp();
@@ -126,7 +126,7 @@ extern "C" __global__ void pack(const Sections job) {
     u32 all = KINDS * job.layers;
     for (u32 run = blockIdx.x * WARPS + threadIdx.x / 32; run < job.n * all; run += gridDim.x * WARPS) {
         u32 block = run / all, row = run % all, kind = row >= job.layers, layer = row - kind * job.layers;
-        u8* section = job.codes + job.offsets[block] + job.starts[2 * block + kind];
+        u8* section = job.buffer + job.offsets[block] + job.starts[2 * block + kind];
         const u32 *front = (const u32*)(job.fronts + (2 * block + kind) * job.fronts_nbytes), share = job.parts[kind] / 4;
         for (u32 i = (u64)share * layer / job.layers + lane; i < (u64)share * (layer + 1) / job.layers; i += 32)
             ((u32*)(section + START_NBYTES))[i] = front[i];
@@ -149,7 +149,7 @@ extern "C" __global__ void pack(const Sections job) {
 extern "C" __global__ void __launch_bounds__(THREADS) verify_sections(const Sections job) {
     const int thread = threadIdx.x;
     for (int block = blockIdx.x; block < job.n; block += gridDim.x) {
-        const u8 *found = job.codes + job.offsets[block], *wanted = job.headers + block * job.head_nbytes;
+        const u8 *found = job.buffer + job.offsets[block], *wanted = job.headers + block * job.head_nbytes;
         bool right = checksum(found, job.nbytes[block]) == *(const u64*)(found + CHECKSUM_AT);
         u32 end = job.head_nbytes, differs = end;
         for (u32 i = thread; i < end && thread < 32; i += 32) {
@@ -176,7 +176,7 @@ extern "C" __global__ void find_rows(const Sections job) {
     int lane = threadIdx.x % 32;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
         if (job.status[block] != GOOD) continue;
-        const u8* found = job.codes + job.offsets[block];
+        const u8* found = job.buffer + job.offsets[block];
         i64 at = job.start;
         bool fits = true;
         for (int kind = 0; kind < KINDS; kind++) {

@@ -1,5 +1,5 @@
 // rANS coder of codec wht: rows of whole numbers to 16-bit words, equal to those of manthan.codec.cpu.rans, and back. A row
-// is one KV block's keys or values of a layer; each of its runs (one head's part) has a table of frequencies. A thread codes
+// is one KV block's keys or values of a layer; each of its runs (one head's part) has a table of frequencies. A thread has
 // one of a row's rANS streams. Rows of fewer than 32 streams share a warp: the same row of consecutive KV blocks.
 //
 // job.encoding: [TABLES, 256 symbols] of two u32. The first has the symbol's frequency (bits 0 to 11), the sum of earlier
@@ -187,12 +187,12 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(con
         const bool there = block < all.n && all.status[block] == GOOD;
         if (!__any_sync(FULL, there)) continue;
         const int safe = min(block, all.n - 1), layer = row - kind * all.layers;
-        Reader reader{(const u16*)all.codes, 0, 0};
+        Reader reader{(const u16*)all.buffer, 0, 0};
         u32 x = LOWEST, head = FULL, table = 0;
         int narrower = 0;
         const u8* chosen = 0;
         if (there) {
-            const u8* section = all.codes + all.offsets[block] + all.starts[2 * block + kind];
+            const u8* section = all.buffer + all.offsets[block] + all.starts[2 * block + kind];
             const i64 place = (i64)block * KINDS * all.layers + row;
             reader.size = all.sizes[place];
             narrower = OCTAVE * all.doublings[2 * block + kind];

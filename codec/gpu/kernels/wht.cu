@@ -437,7 +437,7 @@ extern "C" __global__ void check_fronts(const Wht job) {
     for (u32 i = SPREAD_WARP; i < (u32)(KINDS * all.n); i += gridDim.x * WARPS) {
         const int block = i / KINDS, kind = i % KINDS, at = 2 * block + kind;
         if (*(volatile int*)(all.status + block) != GOOD) continue;
-        const u8* front = all.codes + all.offsets[block] + all.starts[at] + START_NBYTES;
+        const u8* front = all.buffer + all.offsets[block] + all.starts[at] + START_NBYTES;
         bool good = true;
         for (int run = lane; run < runs; run += 32) {
             good = good && front[job.tables_at[kind] + run] < TABLES;
@@ -513,7 +513,7 @@ struct Restored {  // a run that is decoded, and its steps and mean in the front
         : job(job), run(run), turner{job.all, run.cosines(job.all), run.kind == 0}, key_step(0.f),
           doublings(job.all.doublings[2 * run.block + run.kind]) {
         const Sections& all = job.all;
-        front = all.codes + all.offsets[run.block] + all.starts[2 * run.block + run.kind] + START_NBYTES;
+        front = all.buffer + all.offsets[run.block] + all.starts[2 * run.block + run.kind] + START_NBYTES;
         scales = front + job.scales_at + (i64)(run.layer * all.heads + run.head) * (1 + all.tokens);
         const u8* row_step = front + job.row_steps_at + 2 * run.layer;
         if (run.kind == 0) key_step = f((row_step[0] | row_step[1] << 8) << 16);

@@ -122,7 +122,7 @@ function tileOfReturns(totals, each) {
     + `${count(again)} computed again. Without Manthan ${count(restored + again)} computed again${instead}`);
 }
 
-// A list drawn anew if it says something else. The focus stays where it is, by place if not by element.
+// A list drawn anew if it says something else. The focus stays where it is, by index if not by element.
 function replaceList(list, lines, nothing) {
   const told = lines.length ? lines : [make("li", { class: "dim" }, nothing)];
   const says = (some) => some.map((line) => line.textContent).join("\n");

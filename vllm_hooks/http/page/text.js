@@ -1,4 +1,4 @@
-// How figures are written, and elements made of text: nothing here or elsewhere reads a string as HTML.
+// How figures are written, and elements made of text: no code of the page reads a string as HTML.
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];

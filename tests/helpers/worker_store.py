@@ -1,5 +1,5 @@
-"""On a worker: what tests do to the codes of the only session in its store, and to who reads them. To be sent with
-`Engine.on_worker`."""
+"""On a worker: what tests do to the compressed blocks of the only session in its store, and to who reads them. To be
+sent with `Engine.on_worker`."""
 
 import sys
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from vllm_engine import Engine
 
 
-def stored_chain(worker: Any) -> list[tuple[int, bytes, Any]]:
-    """Group, key and codes of each block, from the session's first one on; the codes are copies."""
+def in_order(worker: Any) -> list[tuple[int, bytes, Any]]:
+    """Group, block hash and bytes of each compressed block, from the session's first one on; the bytes are copies."""
     from manthan.codec import wire
 
     store = get_kv_transfer_group().worker.engine.store
@@ -22,15 +22,15 @@ def stored_chain(worker: Any) -> list[tuple[int, bytes, Any]]:
 
 
 def damage(worker: Any, depth: int, at: int = 5000) -> None:
-    """One byte of a block's codes changes; depth: its place in the chain, or from the end if negative."""
-    group, key, buf = stored_chain(worker)[depth]
+    """One byte of a compressed block changes; depth: its index in the session, or from the end if negative."""
+    group, key, buf = in_order(worker)[depth]
     buf[at] ^= 1
     assert get_kv_transfer_group().worker.engine.store.put_all(group, {key: buf}) == {}
 
 
 def lose(worker: Any, depth: int) -> None:
-    """A block's codes are not there any more; depth: as above."""
-    group, key, _ = stored_chain(worker)[depth]
+    """A compressed block is not there any more; depth: as above."""
+    group, key, _ = in_order(worker)[depth]
     get_kv_transfer_group().worker.engine.store.drop(group, [key])
 
 
