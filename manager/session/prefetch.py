@@ -172,7 +172,7 @@ class Prefetcher:
         # A prefetch leaves `left` blocks to requests. It overwrites no unsaved block, and spares blocks of `_exact`.
         left = self._spare + waiting
         wanted = min(max(map(self._size, sessions)), len(self._pool) - left)
-        room = self._runway.length(left + wanted) - left if wanted > 0 else 0
+        room = max(0, self._runway.length(left + wanted) - left) if wanted > 0 else 0
         exact = self._exact(room)
         session = next((one for one in sessions if self._size(one) <= room and self._spares(one, exact)), None)
         if session is None:

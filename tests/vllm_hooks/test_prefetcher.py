@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from manthan.manager.events import PrefetchHit, Restored
 from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import GroupShape, MemoryShape
+from manthan.manager.session.prefetch import RETRY_S
 from manthan.manager.transfer import Transfer
 
 MAIN, WINDOW = 0, 1
@@ -115,3 +116,18 @@ def test_after_a_reset_nothing_is_entered() -> None:
     assert talks.found() == [False] * 5
     assert talks.real.vllm.reset_prefix_cache()
     assert (talks.told(Restored), talks.driver.prefetcher.load) == ([], None)
+
+
+def test_a_pool_that_overwrites_unsaved_blocks_next_has_no_room() -> None:
+    talks = Talks(low=0.2, pool=RealPool(10), driver={"prefetch_lead_s": 1.0})
+    talks.talk("a b c", "A", expect_return_s=20)
+    talks.rest()
+    talks.overwrite()
+    talks.now = 18.5
+    talks.talk("p q r s t u v w x y", "P")
+    talks.now = 19.0
+    assert not talks.step().loads
+    talks.rest()
+    talks.overwrite()
+    talks.now += RETRY_S
+    assert [list(load.block_hashes) for load in talks.step().loads] == [names("a b c")]
