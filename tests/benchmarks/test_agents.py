@@ -245,7 +245,11 @@ def stopped_run(
 
     monkeypatch.setattr(agents_run, "serving", serving)
     size = ("--agents", counts, "--seconds", 2, "--ramp", ramp_s, "--faster", 1000, "--arms", "plain,offload")
-    done = run("agents", "made-up", *size, "--out", tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        done = run("agents", "made-up", *size, "--out", tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert done.exit_code == 1, done.output
     return done.output, json.loads((tmp_path / "agents.json").read_text())
 

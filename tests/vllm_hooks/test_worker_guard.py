@@ -16,6 +16,7 @@ from manthan.manager.events import FIRST_BLOCKS, Verdict
 from manthan.vllm_hooks.connector import ManthanConnector
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker import guard
+from manthan.vllm_hooks.worker.engine import Engine
 from manthan.vllm_hooks.worker.guard import A_STEP, BATCH, BATCHES, EVERY, RankGuard
 
 
@@ -116,7 +117,8 @@ def test_a_step_is_timed_from_where_vllm_binds_its_metadata() -> None:
     """vLLM's V2 runner calls `start_load_kv` after the forward pass."""
     connector, steps = object.__new__(ManthanConnector), list[ManthanMetadata]()
     guard = types.SimpleNamespace(begin_step=steps.append)
-    connector.worker = types.SimpleNamespace(guard=guard, calibrator=None, of_this_rank=lambda metadata: metadata)
+    parts = {"guard": guard, "calibrator": None, "engine": Engine()}
+    connector.worker = types.SimpleNamespace(**parts, of_this_rank=lambda metadata: metadata)
     metadata = ManthanMetadata(tokens=7)
     connector.bind_connector_metadata(metadata)
     assert steps == [metadata]
