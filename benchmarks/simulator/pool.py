@@ -167,13 +167,16 @@ class SimulatedPool:
             self._given_up.discard(block)
 
     def runway(self, most: int) -> int:
+        assert most >= 0
         return min(most, len(self._empty) + len(self._kept))
 
     def unsaved(self, most: int) -> Iterator[FreeBlock]:
+        assert most >= 0  # vLLM's pool would raise
         before = len(self._empty) + len(self._kept)
         return (self._named(block) for block in list(islice(self._rest, max(0, most - before))))
 
     def saved(self, most: int) -> Iterator[tuple[int, FreeBlock]]:
+        assert most >= 0
         before = len(self._empty)
         first = enumerate(list(islice(self._kept, max(0, most - before))), before)
         return ((at, self._named(block)) for at, block in first if block not in self._given_up)
