@@ -134,6 +134,8 @@ class Codec(ABC):
     """True if encoded sections of equal shape may differ in size."""
     scales_vectors: bool = False
     """True if a scale is stored with each vector. A common factor then changes only the scale, but for rounding."""
+    takes_fp8: bool = False
+    """True if fp8 sections are encoded as they are. Other codecs get float32 numbers; see `Fp8Codec`."""
     levels: int = 1
     """Number of levels: precisions to which a block can be decoded. The base, stored first, gives the coarsest level.
 

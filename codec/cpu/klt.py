@@ -14,9 +14,11 @@ takes more than 16 bits, k coarsens all steps; j alone still chooses the frequen
 Numbers of coarser levels follow from q, see `manthan.codec.tables.levels`. Number i of a group, [components, tokens],
 goes to rANS stream i % streams (see `manthan.codec.cpu.rans`).
 
-The last refinement encodes bf16 numbers. The finest lossy level predicts them in whole-number arithmetic, which gives
-equal results on every machine. Cells, about half the prediction error's standard deviation wide, divide the numbers. A
-number is encoded as its cell's distance from the predicted cell, bits inside the cell, and in cell 0 its exponent:
+The last refinement encodes bf16 and fp8 numbers. The finest lossy level predicts them in whole-number arithmetic, which
+gives equal results on every machine. Cells, about half the prediction error's standard deviation wide, divide bf16's
+numbers. A number is encoded as its cell's distance from the predicted cell, bits inside the cell, and in cell 0 its
+exponent. An fp8 number is encoded as its distance from the predicted one, in ranks: all fp8 numbers in order. The table
+of frequencies follows from the expected error, in steps of fp8 at the predicted number:
 
     base:             | version u8, 1 | k u8 | 2 zero bytes | j + 8 of groups and tokens, 4 bits each | rows of groups |
     refinement:       | rows of groups |
@@ -35,13 +37,14 @@ import numpy.typing as npt
 import xxhash
 
 from manthan.codec.base import ByteArray, Codec, Dtype, Numbers, Positions, Section, SectionKind, check_head_dim
-from manthan.codec.cpu.numbers import as_floats, as_numbers, check_finite
-from manthan.codec.cpu.rans import FURTHEST, LOWEST, START, STREAMS_MAX, VERSION, Coder, check_front
+from manthan.codec.cpu.numbers import as_floats, as_numbers, check_finite, fp8_of_ranks, fp8_ranks, fp8_steps
+from manthan.codec.cpu.rans import FURTHEST, LOWEST, START, STREAMS_MAX, VERSION, Coded, Coder, Rows, check_front
 from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import LEVELS, Group, Profile
 from manthan.codec.rope import Rope
 from manthan.codec.tables import levels
+from manthan.codec.tables.frequencies import DEVIATIONS, OCTAVE, SHAPES, family
 from manthan.codec.wire import LEAST_BODY, body_nbytes
 
 EXACT = len(levels.STEPS)
@@ -57,6 +60,11 @@ SLACK = 2
 """Bound of the lossy levels' bytes, as a multiple of the expected. Tokens with a low j need more than expected."""
 REFINEMENT = 32
 """Most bytes of a refinement's front and padding."""
+FP8_BITS = 2
+"""Bits of an fp8 number that the last refinement is expected to take."""
+FP8_SHAPE, FP8_WIDER, FP8_FIRST = SHAPES.index(1.4), 1, round(-OCTAVE * float(np.log2(DEVIATIONS[0])))
+"""For distances of fp8 numbers: shape of the tables, third octaves by which fp8's rounding widens the expected errors,
+and index of a shape's table whose deviation is one step."""
 
 Floats = npt.NDArray[np.float32]
 Whole = npt.NDArray[np.int64]
@@ -91,6 +99,7 @@ class KltCodec(Codec):
     """
 
     varies = True
+    takes_fp8 = True
     levels = EXACT + 1
 
     def __init__(self, name: str, level: int, head_dim: int, profile: Profile, rope: Rope | None) -> None:
@@ -108,7 +117,8 @@ class KltCodec(Codec):
 
     def expected_nbytes(self, section: Section) -> int:
         if self._level == EXACT and section.dtype is not Dtype.BFLOAT16:
-            return self._expected(section, EXACT - 1) + self._raw(section) + REFINEMENT
+            last = self._raw(section) * FP8_BITS // 8 if section.dtype.is_fp8 else self._raw(section)
+            return self._expected(section, EXACT - 1) + last + REFINEMENT
         return self._expected(section, self._level)
 
     def _most_lossy(self, section: Section) -> int:
@@ -138,7 +148,7 @@ class KltCodec(Codec):
         self, x: Numbers, section: Section, positions: Positions, out: ByteArray
     ) -> tuple[int, list[ByteArray]]:
         """Raises NonFiniteError."""
-        most, numbers = self.max_nbytes(section), as_floats(x)
+        most, numbers = self.max_nbytes(section), as_floats(x, section.dtype)
         check_finite(numbers)
         with np.errstate(over="ignore", invalid="ignore"):
             rows = self._rows(numbers, section, positions)
@@ -292,18 +302,16 @@ class KltCodec(Codec):
         self, x: Numbers, q: Sequence[Any], j: Sequence[Whole], k: int, section: Section, positions: Positions
     ) -> ByteArray:
         told = [places(g, of, by, k, EXACT - 1) for g, of, by in zip(self._groups, q, j, strict=True)]
-        near = self._near(told, positions) if section.dtype is Dtype.BFLOAT16 else None
+        near = self._near(told, positions) if _is_coded(section.dtype) else None
         raw: ByteArray = np.concatenate([np.zeros(START, np.uint8), np.ascontiguousarray(x).reshape(-1).view(np.uint8)])
         if near is None:
             return raw
-        bits, made = np.ascontiguousarray(x.reshape(-1, *section.shape[-4:]).swapaxes(0, 1)).reshape(near.shape), []
-        for of, given in zip(bits, self._arguments(near, j, k), strict=True):
-            states, words = np.empty(streams_of(of.size), np.uint32), np.empty(5 * of.size, np.uint16)
-            at = _kernels().write_exact(of, *given, _cells().encoding, states, words)
-            if at < 0:
-                return raw
-            made.append((states, words[at:]))
-        coded: ByteArray = np.concatenate([np.frombuffer(b"\1\0\0\0" + _checksum(bits), np.uint8), _joined(made)])
+        bits = np.ascontiguousarray(x.reshape(-1, *section.shape[-4:]).swapaxes(0, 1)).reshape(near.shape)
+        arguments = self._arguments(near, j, k)
+        rows = _fp8_rows(bits, arguments, section.dtype) if section.dtype.is_fp8 else _bf16_rows(bits, arguments)
+        if rows is None:
+            return raw
+        coded: ByteArray = np.concatenate([np.frombuffer(b"\1\0\0\0" + _checksum(bits), np.uint8), _joined(rows)])
         return min(coded, raw, key=len)
 
     def _exactly(
@@ -313,16 +321,76 @@ class KltCodec(Codec):
             made: Numbers = body[START : self._raw(section)].copy().view(section.dtype.numpy).reshape(section.shape)
             return made
         near = self._near(told, positions)
-        if body[:START].tolist() != [1, 0, 0, 0] or near is None or section.dtype is not Dtype.BFLOAT16:
+        if body[:START].tolist() != [1, 0, 0, 0] or near is None or not _is_coded(section.dtype):
             raise DamagedError(f"the last refinement begins with {body[:START].tobytes().hex()}, which cannot be.")
-        bits = np.empty(near.shape, np.uint16)
-        sizes, states, words = _parted(body[START + 8 :], [streams_of(of.size) for of in bits])
-        parts = zip(states, np.split(words, np.cumsum(sizes)[:-1]), strict=True)
-        for of, given, part in zip(bits, self._arguments(near, j, k), parts, strict=True):
-            _check_end(_kernels().read_exact(of, *given, _cells().decoding, *part))
+        parts, arguments = _parted(body[START + 8 :], [streams_of(of.size) for of in near]), self._arguments(near, j, k)
+        bits = _fp8_of(parts, arguments, section.dtype) if section.dtype.is_fp8 else _bf16_of(parts, arguments)
         if body[START : START + 8].tobytes() != _checksum(bits):
             raise DamagedError("exact numbers are not those that were encoded.")
         return _sections(bits.reshape(self._shape[0], self._shape[1], -1, *bits.shape[-2:]), section)
+
+
+def _is_coded(dtype: Dtype) -> bool:
+    """True if the last refinement encodes numbers of this dtype. Others it holds as they are."""
+    return dtype is Dtype.BFLOAT16 or dtype.is_fp8
+
+
+def _bf16_rows(bits: Any, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[Any, Any]] | None:
+    """Return states and words of each layer's bf16 numbers; None if a number is too far from its prediction.
+
+    Args:
+        bits: [layers, vectors, tokens, head_dim].
+        arguments: see `KltCodec._arguments`.
+    """
+    made = []
+    for of, given in zip(bits, arguments, strict=True):
+        states, words = np.empty(streams_of(of.size), np.uint32), np.empty(5 * of.size, np.uint16)
+        at = _kernels().write_exact(of, *given, _cells().encoding, states, words)
+        if at < 0:
+            return None
+        made.append((states, words[at:]))
+    return made
+
+
+def _bf16_of(parts: tuple[Any, list[Any], Any], arguments: Sequence[tuple[Any, ...]]) -> Any:
+    """Undo `_bf16_rows`. Raises DamagedError. parts: see `_parted`."""
+    sizes, states, words = parts
+    bits = np.empty((len(arguments), *arguments[0][0].shape), np.uint16)
+    for of, given, *part in zip(bits, arguments, states, np.split(words, np.cumsum(sizes)[:-1]), strict=True):
+        _check_end(_kernels().read_exact(of, *given, _cells().decoding, *part))
+    return bits
+
+
+def _fp8_rows(bits: Any, arguments: Sequence[tuple[Any, ...]], dtype: Dtype) -> list[tuple[Any, Any]]:
+    """Return states and words of each layer's fp8 numbers. See `_bf16_rows`."""
+    expected, rows = _expected_fp8(arguments, dtype)
+    distances = (fp8_ranks(bits) - expected).astype(np.int16).ravel()
+    coded = _distances().encode(distances, rows, 2 * distances.size)
+    assert coded is not None  # a number takes two words at most
+    return list(zip(coded.states, np.split(coded.words, np.cumsum(coded.sizes)[:-1]), strict=True))
+
+
+def _fp8_of(parts: tuple[Any, list[Any], Any], arguments: Sequence[tuple[Any, ...]], dtype: Dtype) -> Any:
+    """Undo `_fp8_rows`. Raises DamagedError. parts: see `_parted`."""
+    sizes, states, words = parts
+    expected, rows = _expected_fp8(arguments, dtype)
+    distances = _distances().decode(Coded(np.array(states), sizes, words), rows)
+    return fp8_of_ranks(expected + distances.reshape(expected.shape))
+
+
+def _expected_fp8(arguments: Sequence[tuple[Any, ...]], dtype: Dtype) -> tuple[Whole, Rows]:
+    """Return the ranks of the predicted fp8 numbers, [layers, vectors, tokens, head_dim], and the layout of the rows.
+
+    Each number is a component of its row, because each has its own table.
+    """
+    near, errors, shifts, points = (np.stack(of) for of in zip(*arguments, strict=True))
+    points = points[:, :, None, None]
+    expected = as_numbers(np.ldexp(near.astype(np.float64), -points).astype(np.float32), dtype)
+    thirds = errors[:, :, None] + shifts[..., None] - OCTAVE * (fp8_steps(expected, dtype) + points)
+    tables = np.clip(thirds + FP8_WIDER + FP8_FIRST, 0, len(DEVIATIONS) - 1) + FP8_SHAPE * len(DEVIATIONS)
+    size = near[0].size
+    rows = Rows(np.full(len(near), size, np.int64), tables.astype(np.uint8).ravel(), 1, streams_of(size))
+    return fp8_ranks(expected), rows
 
 
 def features(x: Floats, group: Any, head_dim: int) -> Floats:
@@ -418,7 +486,7 @@ def _parted(body: ByteArray, streams: Sequence[int]) -> tuple[Any, list[Any], An
 
 
 def _checksum(bits: Any) -> bytes:
-    """xxh3-64 of bf16 numbers [layers, vectors, tokens, head_dim], little-endian."""
+    """xxh3-64 of bf16 or fp8 numbers [layers, vectors, tokens, head_dim], little-endian."""
     return xxhash.xxh3_64(bits.data).digest()[::-1]
 
 
@@ -430,6 +498,11 @@ def _check_end(good: bool) -> None:
 @cache
 def _base() -> Coder:
     return Coder(levels.base())
+
+
+@cache
+def _distances() -> Coder:
+    return Coder(family())
 
 
 @cache

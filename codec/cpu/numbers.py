@@ -114,8 +114,27 @@ def _as_fp8(x: Floats, form: Fp8) -> Numbers:
     return made
 
 
+def fp8_ranks(code: Numbers) -> npt.NDArray[np.int64]:
+    """Return the ranks of fp8 bytes in the order of the numbers: 0 for 0, -1 for -0, at most 127, at least -128."""
+    magnitude = (code & (SIGN - 1)).astype(np.int64)
+    return np.where(code & SIGN, -1 - magnitude, magnitude)
+
+
+def fp8_of_ranks(ranks: npt.NDArray[np.int64]) -> Numbers:
+    """Undo `fp8_ranks`. Ranks out of range give other bytes."""
+    code: Numbers = np.where(ranks < 0, SIGN | (-1 - ranks) % SIGN, ranks % SIGN).astype(np.uint8)
+    return code
+
+
+def fp8_steps(code: Numbers, dtype: Dtype) -> npt.NDArray[np.int64]:
+    """Return log2 of the distance from each fp8 number to the next one."""
+    form = FORMS[dtype]
+    exponents = ((code & (SIGN - 1)) >> form.mantissa).astype(np.int64)
+    return np.maximum(exponents, 1) + (form.least - 128 - form.mantissa)
+
+
 class Fp8Codec(Codec):
-    """Codec of fp8 sections: another codec encodes their numbers as float32.
+    """Codec of fp8 sections: another codec encodes their numbers, as float32 unless it takes fp8.
 
     Args:
         codec: codec of the float32 numbers.
@@ -125,17 +144,17 @@ class Fp8Codec(Codec):
 
     def __init__(self, codec: Codec, scales: Floats | None = None) -> None:
         self.name, self.varies, self.levels, self._codec = codec.name, codec.varies, codec.levels, codec
-        self._scales = scales
+        self._scales, self._as_floats = scales, scales is not None or not codec.takes_fp8
 
     def scaled(self, scales: Floats) -> Codec:
         """Return the codec for numbers with `scales`. A codec that stores a scale with each vector ignores them."""
         return self if self._codec.scales_vectors else Fp8Codec(self._codec, scales)
 
     def max_nbytes(self, section: Section) -> int:
-        return self._codec.max_nbytes(_wide(section))
+        return self._codec.max_nbytes(self._inner(section))
 
     def expected_nbytes(self, section: Section) -> int:
-        return self._codec.expected_nbytes(_wide(section))
+        return self._codec.expected_nbytes(self._inner(section))
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: ByteArray) -> int:
         return self.encode_parts(x, section, positions, out)[0]
@@ -146,18 +165,22 @@ class Fp8Codec(Codec):
     def encode_parts(
         self, x: Numbers, section: Section, positions: Positions, out: ByteArray
     ) -> tuple[int, list[ByteArray]]:
-        floats = as_floats(x, section.dtype)
+        if self._as_floats:
+            x = as_floats(x, section.dtype)
         if self._scales is not None:
-            floats *= self._scales
-        return self._codec.encode_parts(floats, _wide(section), positions, out)
+            x = x * self._scales
+        return self._codec.encode_parts(x, self._inner(section), positions, out)
 
     def decode_parts(
         self, encoded: ByteArray, refinements: Sequence[ByteArray], section: Section, positions: Positions
     ) -> Numbers:
-        made: Floats = self._codec.decode_parts(encoded, refinements, _wide(section), positions)
+        made = self._codec.decode_parts(encoded, refinements, self._inner(section), positions)
         if self._scales is not None:
             made = made / self._scales
-        return as_numbers(made, section.dtype)
+        return as_numbers(made, section.dtype) if self._as_floats else made
+
+    def _inner(self, section: Section) -> Section:
+        return _wide(section) if self._as_floats else section
 
 
 @lru_cache

@@ -1,6 +1,9 @@
 """fp8: the numbers of its bytes, and blocks of them."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -131,3 +134,16 @@ def test_the_guard_sees_numbers_and_not_bytes() -> None:
     shape = BlockShape(2, 2, 32, 64, Dtype.FLOAT8_E4M3)
     keys, values = block(shape)
     assert measure(BlockFormat("wht-5x", shape, PRINT), [Sample((keys, values), 64)], None).is_faithful
+
+
+@pytest.mark.slow
+def test_the_figures_of_exact_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    import fp8_figures
+
+    model, profile = Path(__file__).parents[1] / "data" / "tiny-llama", tmp_path / "profile.safetensors"
+    command = [Path(sys.executable).with_name("manthan"), "calibrate", model, "--metric", "none"]
+    subprocess.run([*command, "--tokens", "2048", "--out", profile], check=True)
+    fp8_figures.main(str(model), str(profile), str(Path(__file__).parents[2] / "docs" / "agents.md"))
+    ratios = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert all(found > 1.1 for found in ratios)

@@ -18,7 +18,7 @@ from manthan.codec.block import BlockFormat, BlockShape, sections
 from manthan.codec.calibration import ProfileBuilder
 from manthan.codec.cpu import klt
 from manthan.codec.cpu.klt import EXACT, PRESETS
-from manthan.codec.cpu.numbers import as_floats, as_numbers
+from manthan.codec.cpu.numbers import FORMS, as_floats, as_numbers, table
 from manthan.codec.cpu.rans import Coder, Rows
 from manthan.codec.errors import CodecError, DamagedError, NonFiniteError, ProfileError, SizeError, WireError
 from manthan.codec.model import ModelFacts
@@ -72,6 +72,33 @@ def test_every_prefix_of_parts_decodes_and_the_last_is_exact(dtype, exact, token
     found = [noise(x, of.decode(block[:end], key=KEY)) for end in ends]
     assert all(after < 0.55 * before for before, after in itertools.pairwise(found))
     assert same(x, of.decode(block, key=KEY))
+
+
+@pytest.mark.parametrize("dtype", FORMS)
+@pytest.mark.parametrize(("exact", "tokens"), [(0, 16), (4, 16), (0, 64), (5, 31)])
+def test_fp8_is_exact_and_smaller_than_it_was(dtype, exact, tokens):
+    of, x = form(dtype=dtype, tokens=tokens), numbers(dtype=dtype, tokens=tokens)
+    block = encoded(of, x, exact)
+    ends = wire.part_ends(block)
+    found = [
+        np.square(table(dtype)[np.stack(x)] - table(dtype)[np.stack(of.decode(block[:end], key=KEY))]).mean()
+        for end in ends
+    ]
+    assert all(after < before for before, after in itertools.pairwise(found))
+    assert len(found) == EXACT + 1
+    assert same(x, of.decode(block, key=KEY))
+    assert block.size < of.shape.nbytes / (1.1 if dtype is Dtype.FLOAT8_E4M3 else 1.05)
+    assert block.size <= of.max_nbytes(exact)
+
+
+@pytest.mark.parametrize("dtype", FORMS)
+def test_fp8_far_from_its_prediction_is_exact(dtype):
+    """The largest numbers, the smallest, and both zeros."""
+    of, finite = form(dtype=dtype), np.flatnonzero(np.isfinite(table(dtype))).astype(np.uint8)
+    for at, far in enumerate(finite[np.r_[0:9, 60, 118:136, -9:0]]):
+        x = numbers(dtype=dtype)
+        x[at % 2][1, 1, 9, 7] = far
+        assert same(x, of.decode(encoded(of, x), key=KEY))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -299,15 +326,15 @@ def test_neighbours_as_pairs_and_a_scale_of_rope_are_exact():
     assert wire.parse(block).refinements[-1].size < 0.8 * 2 * 2 * keys.size * 12 / 16
 
 
-def fuzz(mutations):
+def fuzz(mutations, dtype=Dtype.BFLOAT16):
     """Nothing damaged is accepted: a refinement goes with those behind it, a base is refused.
 
     mutations: number for each part, the base and each refinement.
     """
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
-    rng, of = random.Random(seed), form()
-    valid = [encoded(of, numbers(seed), exact).tobytes() for seed, exact in ((1, 4), (2, 0))]
+    rng, of = random.Random(seed), form(dtype=dtype)
+    valid = [encoded(of, numbers(seed, dtype), exact).tobytes() for seed, exact in ((1, 4), (2, 0))]
     ends = [wire.part_ends(block) for block in valid]
     levels = [[of.decode(block[:end], key=KEY) for end in each] for block, each in zip(valid, ends, strict=True)]
     kept = set()
@@ -342,8 +369,9 @@ def fuzz(mutations):
     assert kept == set(range(EXACT + 2))
 
 
-def test_no_mutation_is_accepted():
-    fuzz(80)
+@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT8_E4M3])
+def test_no_mutation_is_accepted(dtype):
+    fuzz(80, dtype)
 
 
 @pytest.mark.slow
@@ -351,9 +379,10 @@ def test_none_of_many_mutations_is_accepted():
     fuzz(20_000)
 
 
-def test_damaged_codes_behind_a_good_checksum_are_refused_or_numbers_of_the_shape():
-    of, rng = form(), random.Random(3)
-    block = wire.parse(encoded(of, numbers()))
+@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT8_E4M3])
+def test_damaged_codes_behind_a_good_checksum_are_refused_or_numbers_of_the_shape(dtype):
+    of, rng = form(dtype=dtype), random.Random(3)
+    block = wire.parse(encoded(of, numbers(dtype=dtype)))
     codec, section = get_codec("klt-exact", profiles.HEAD_DIM, of.facts), block.header.sections[1]
     for _ in range(300):
         parts = [bytearray(block.payloads[1].tobytes()), *(bytearray(body.tobytes()) for body in block.refinements)]
@@ -368,6 +397,6 @@ def test_damaged_codes_behind_a_good_checksum_are_refused_or_numbers_of_the_shap
         except CodecError as refused:
             assert str(refused).endswith(".")  # noqa: PT017 either is right
         else:
-            assert (back.shape, back.dtype) == (section.shape, np.uint16)
+            assert (back.shape, back.dtype) == (section.shape, dtype.numpy)
     with pytest.raises(SizeError, match="is not of the profile"):
         codec.decode(base, replace(section, layers=2), np.arange(68, 80))
