@@ -42,7 +42,7 @@ def configuration() -> Iterator[str]:
     texts = explanations()
     yield "| key | default | flag | what |\n|---|---|---|---|"
     for key, field in FIELDS.items():
-        flag = f"`{FLAGS[key].name}`" if key in FLAGS else ""
+        flag = f"`{FLAGS[key][0]}`" if key in FLAGS else ""
         text = (texts.get(key) or texts[key.rpartition(".")[0]]).replace("|", "\\|")
         yield f"| `{key}` | {default(field)} | {flag} | {text} |"
     yield "\n| option of a policy | of | default | must be |\n|---|---|---|---|"

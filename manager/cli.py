@@ -36,24 +36,20 @@ class Commands(TyperGroup):
         return [*super().list_commands(ctx), *LATE]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return _imported(cmd_name) if cmd_name in LATE else super().get_command(ctx, cmd_name)
-
-
-def _imported(name: str) -> Any:
-    module, _, attribute = LATE[name].partition(":")
-    try:
-        group = getattr(import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        extra = "vllm" if error.name in ("torch", "vllm") else "bench"
-        group = _refusing(
-            f"manthan {name} needs {error.name}, which is not installed: pip install '.[{extra}]' in a clone of the "
-            "repository"
-        )
-    except ImportError as error:
-        group = _refusing(f"manthan {name} cannot be imported: {error}")
-    command = typer.main.get_command(group)
-    command.name = name
-    return command
+        if cmd_name not in LATE:
+            return super().get_command(ctx, cmd_name)
+        module, _, attribute = LATE[cmd_name].partition(":")
+        try:
+            group = getattr(import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            extra = "vllm" if error.name in ("torch", "vllm") else "bench"
+            how = f"pip install '.[{extra}]' in a clone of the repository"
+            group = _refusing(f"manthan {cmd_name} needs {error.name}, which is not installed: {how}")
+        except ImportError as error:
+            group = _refusing(f"manthan {cmd_name} cannot be imported: {error}")
+        command = typer.main.get_command(group)
+        command.name = cmd_name
+        return command
 
 
 def _refusing(sentence: str) -> typer.Typer:

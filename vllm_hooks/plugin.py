@@ -109,8 +109,8 @@ def add_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
     """Add the group `Manthan` to vLLM's parser, and return the parser."""
     group = parser.add_argument_group("Manthan", "Session memory manager: any of these flags turns it on.")
     group.add_argument(CONFIG_FLAG, metavar="FILE", help="A YAML file of keys. The other flags override it.")
-    for key, flag in FLAGS.items():
-        group.add_argument(flag.name, metavar=flag.metavar, help=f"{key}: {FIELDS[key].description}.")
+    for key, (flag, metavar) in FLAGS.items():
+        group.add_argument(flag, metavar=metavar, help=f"{key}: {FIELDS[key].description}.")
     return parser
 
 

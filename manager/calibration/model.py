@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -21,7 +20,7 @@ from transformers.utils import logging
 
 from manthan.codec.base import Positions
 from manthan.codec.block import piece_dim
-from manthan.codec.calibration import SINKS, ProfileBuilder
+from manthan.codec.calibration import SINKS, Doubles, Floats, ProfileBuilder
 from manthan.codec.errors import HeadDimError, ProfileError
 from manthan.codec.profile import ProfileInfo
 from manthan.codec.rope import Rope
@@ -33,8 +32,6 @@ NAME = "manthan_calibration"
 OUTPUTS = ("o_proj", "out_proj", "dense")
 """Names of the output projection of attention, [hidden, query heads * head_dim]."""
 FROM_LATENTS = "kv_b_proj"  # name of the projection from latents to keys and values, [numbers of all heads, latent]
-
-Doubles = npt.NDArray[np.float64]
 
 
 class ModelReader:
@@ -90,17 +87,17 @@ class ModelReader:
         """Have the model read pieces. Add caches to the builder; if `weigh`, metrics, too. Call `step` after each."""
         info = self.info("", "")
         weights = [_Weights(info) for _ in range(info.layers)]
-        with _seen(self._model, info) as seen:
+        with _seen(self._model) as seen:
             for number, piece in enumerate(pieces):
                 layers = self._read(builder, piece, info)
                 if weigh:
                     gradients = self._feel(weights, piece, layers, number)
-                    metrics = [each.with_directions(*seen[n].metrics()) for n, each in enumerate(weights)]
+                    metrics = [each.with_directions(*_directions(*seen[n], info)) for n, each in enumerate(weights)]
                     builder.weigh_tokens(list(map(_energies, gradients, metrics)))
                 step()
         if weigh:
-            for layer, attention in seen.items():
-                builder.weigh(layer, *weights[layer].with_directions(*attention.metrics()))
+            for layer, (module, energy) in seen.items():
+                builder.weigh(layer, *weights[layer].with_directions(*_directions(module, energy, info)))
 
     @torch.no_grad()
     def _read(self, builder: ProfileBuilder, ids: list[int], info: ProfileInfo) -> list[Any]:
@@ -123,7 +120,7 @@ class ModelReader:
 
     def _feel(
         self, weights: Sequence["_Weights"], ids: list[int], layers: Sequence[Any], seed: int
-    ) -> list[list[list[npt.NDArray[np.float32]]]]:
+    ) -> list[list[list[Floats]]]:
         """Add to `weights` gradients of drawn tokens' log-probabilities with respect to the cache of earlier tokens.
 
         Returns the gradients by layer, draw and kind (keys, values), [tokens, C]. The first SINKS tokens are left out:
@@ -138,7 +135,7 @@ class ModelReader:
         logits = self._model(torch.tensor([ids[cut:]], device=self._device), past_key_values=cache).logits[0]
         told = logits.float().log_softmax(-1)
         drawing = torch.Generator(self._device).manual_seed(seed)
-        rows: list[list[list[npt.NDArray[np.float32]]]] = [[] for _ in weights]
+        rows: list[list[list[Floats]]] = [[] for _ in weights]
         for draw in range(DRAWS):
             tokens = torch.multinomial(told.detach().exp(), 1, generator=drawing)
             said = told.gather(-1, tokens).sum()
@@ -158,7 +155,7 @@ class _Weights:
         self.kinds = len(info.kinds)
         self._totals = [np.zeros((size, size)) for _ in range(self.kinds)]
 
-    def add(self, parts: Sequence[npt.NDArray[np.float32]], positions: Positions) -> list[npt.NDArray[np.float32]]:
+    def add(self, parts: Sequence[Floats], positions: Positions) -> list[Floats]:
         """Add gradients [heads, tokens, head_dim] of each kind, for tokens at `positions`. Returns [tokens, C]."""
         first, *others = parts
         turned_back = first if self._rope is None else self._rope.turn_back(first, positions)
@@ -175,57 +172,41 @@ class _Weights:
         ]
 
 
-class _Attention:
-    """Attention of a layer. energy: sum of squares of all tokens' queries, [query heads, head_dim]."""
+def _directions(module: Any, energy: Any, info: ProfileInfo) -> list[Doubles]:
+    """Return metrics of a layer, [C, C], made without a gradient, in the order of `ProfileInfo.kinds`.
 
-    def __init__(self, module: Any, info: ProfileInfo) -> None:
-        self._module, self._info = module, info
-        self.energy: Any = 0.0
+    Keys: diagonal, the energy of the queries of each KV head. Values: zero between heads. The metric of values, and of
+    latents, is the identity if the attention has no known projection.
 
-    def see(self, queries: Any) -> None:
-        """Add queries [1, query heads, tokens, head_dim], which RoPE has rotated."""
-        self.energy = self.energy + queries[0].detach().float().square().sum(1)
-
-    def metrics(self) -> list[Doubles]:
-        """Return metrics made without a gradient, in the order of `ProfileInfo.kinds`."""
-        return [self.latents()] if self._info.latent else [self.keys(), self.values()]
-
-    def latents(self) -> Doubles:
-        """Return the metric of latents, [C, C]; the identity if the projection is unknown."""
-        projection = getattr(self._module, FROM_LATENTS, None)
-        if projection is None or projection.weight.shape[1] != self._info.latent:
-            return np.eye(self._info.latent)
+    Args:
+        module: Attention of the layer.
+        energy: Sum of squares of all tokens' queries, which RoPE has rotated, [query heads, head_dim].
+    """
+    if info.latent:
+        projection = getattr(module, FROM_LATENTS, None)
+        if projection is None or projection.weight.shape[1] != info.latent:
+            return [np.eye(info.latent)]
         weight = projection.weight.double()
-        made: Doubles = (weight.T @ weight).cpu().numpy()
-        return made
-
-    def keys(self) -> Doubles:
-        """Return the metric of keys, [C, C], diagonal: the energy of the queries of each KV head."""
-        info = self._info
-        energy = self.energy.double().cpu().numpy().reshape(info.heads, -1, info.head_dim).sum(1)
-        if info.rope is not None:
-            info.rope.average(energy)
-        return np.diag(energy.ravel())
-
-    def values(self) -> Doubles:
-        """Return the metric of values, [C, C], zero between heads; the identity if the output projection is unknown."""
-        info = self._info
-        size = info.heads * info.head_dim
-        weight = next((getattr(self._module, name).weight for name in OUTPUTS if hasattr(self._module, name)), None)
-        if weight is None or weight.shape[1] % size:
-            return np.eye(size)
-        heads = weight.double().reshape(len(weight), info.heads, -1, info.head_dim)
-        made: Doubles = torch.block_diag(*torch.einsum("ohgd,ohge->hde", heads, heads)).cpu().numpy()
-        return made
+        return [(weight.T @ weight).cpu().numpy()]
+    asked = energy.double().cpu().numpy().reshape(info.heads, -1, info.head_dim).sum(1)
+    if info.rope is not None:
+        info.rope.average(asked)
+    keys, size = np.diag(asked.ravel()), info.heads * info.head_dim
+    weight = next((getattr(module, name).weight for name in OUTPUTS if hasattr(module, name)), None)
+    if weight is None or weight.shape[1] % size:
+        return [keys, np.eye(size)]
+    heads = weight.double().reshape(len(weight), info.heads, -1, info.head_dim)
+    return [keys, torch.block_diag(*torch.einsum("ohgd,ohge->hde", heads, heads)).cpu().numpy()]
 
 
 @contextmanager
-def _seen(model: Any, info: ProfileInfo) -> Iterator[dict[int, _Attention]]:
-    """Yield, by layer, what the layer's attention computes with while the model runs."""
-    seen: dict[int, _Attention] = {}
+def _seen(model: Any) -> Iterator[dict[int, tuple[Any, Any]]]:
+    """Yield, by layer, `module` and `energy` of `_directions`, while the model runs."""
+    seen: dict[int, tuple[Any, Any]] = {}
 
     def attend(module: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:
-        seen.setdefault(module.layer_idx, _Attention(module, info)).see(query)
+        known = seen[module.layer_idx][1] if module.layer_idx in seen else 0.0
+        seen[module.layer_idx] = module, known + query[0].detach().float().square().sum(1)
         return sdpa_attention_forward(module, query, key, value, *rest, **named)
 
     AttentionInterface.register(NAME, attend)
@@ -238,7 +219,7 @@ def _seen(model: Any, info: ProfileInfo) -> Iterator[dict[int, _Attention]]:
         model.set_attn_implementation(before)
 
 
-def _energies(draws: Sequence[Sequence[npt.NDArray[np.float32]]], metrics: Sequence[Doubles]) -> Doubles:
+def _energies(draws: Sequence[Sequence[Floats]], metrics: Sequence[Doubles]) -> Doubles:
     """Return for each token the sum over draws and kinds of g M^-1 g, with gradients g [tokens, C] and metrics M."""
     made: Doubles = np.zeros(len(draws[0][0]))
     for kind, metric in enumerate(metrics):
@@ -249,11 +230,10 @@ def _energies(draws: Sequence[Sequence[npt.NDArray[np.float32]]], metrics: Seque
     return made
 
 
-def _heads(x: npt.NDArray[np.float32], info: ProfileInfo) -> npt.NDArray[np.float32]:
+def _heads(x: Floats, info: ProfileInfo) -> Floats:
     """Return latents [1, tokens, numbers] cut into pieces, [heads, tokens, head_dim]; keys and values as they are."""
     return x[0].reshape(len(x[0]), info.heads, info.head_dim).swapaxes(0, 1) if info.latent else x
 
 
-def _numpy(x: Any) -> npt.NDArray[np.float32]:
-    made: npt.NDArray[np.float32] = x.detach().float().cpu().numpy()
-    return made
+def _numpy(x: Any) -> Any:
+    return x.detach().float().cpu().numpy()

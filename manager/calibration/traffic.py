@@ -11,9 +11,8 @@ import re
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from manthan.codec.calibration import SINKS, ProfileBuilder
+from manthan.codec.calibration import SINKS, Doubles, Floats, ProfileBuilder
 from manthan.codec.profile import Profile, ProfileInfo
 
 ASKED, ASKING = 4, 64  # queries of the prompt's last 1 / ASKED are used, about ASKING of them
@@ -22,25 +21,21 @@ GROWTH, FIRST = 30.0, 1 / 250
 """Squared lengths of the residual stream before the last layer and before the first, divided by that before layer 2."""
 OUTPUT = re.compile(r"(?:^|\bmodel\.)layers\.(\d+)\.\w+\.(?:o_proj|out_proj|dense)\.weight$")
 
-Doubles = npt.NDArray[np.float64]
-Floats = npt.NDArray[np.float32]
-
 
 class TrafficBuilder(ProfileBuilder):
     """Builder of a profile from queries, keys and values of the attention. outputs: see `output_energies`."""
 
     def __init__(self, info: ProfileInfo, outputs: list[Floats]) -> None:
         super().__init__(info)
-        self._outputs, self._shape = outputs, (info.layers, info.heads, info.head_dim)
-        self._energy, self._seen = np.zeros(self._shape), np.zeros((*self._shape, info.head_dim))
-        self._weights: list[Doubles] = []
+        shape = info.layers, info.heads, info.head_dim
+        self._outputs, self._weights = outputs, list[Doubles]()
+        self._energy, self._seen = np.zeros(shape), np.zeros((*shape, info.head_dim))
 
     def ask(self, layer: int, queries: Floats, keys: Floats, values: Floats) -> None:
         """Add what errors in a text's earlier tokens do to its last queries. Call for all layers of a text in order.
 
-        Args:
-            queries: [query heads, tokens, head_dim], after RoPE and scaling.
-            keys, values: [KV heads, tokens, head_dim], keys after RoPE.
+        queries: [query heads, tokens, head_dim], after RoPE and scaling. keys, values: [KV heads, tokens, head_dim],
+        keys after RoPE.
         """
         tokens = keys.shape[1]
         cut = tokens - tokens // ASKED
@@ -64,14 +59,14 @@ class TrafficBuilder(ProfileBuilder):
 
     def made(self) -> Profile:
         """Return the profile. Raises ProfileError for too few tokens."""
-        layers, heads, dim = self._shape
-        lengths = [FIRST, *np.geomspace(1, GROWTH, layers - 1)]
-        for layer, (energy, seen, length) in enumerate(zip(self._energy, self._seen, lengths, strict=True)):
+        layers, heads, dim = self._energy.shape
+        for layer, length in enumerate([FIRST, *np.geomspace(1, GROWTH, layers - 1)]):
             if self._info.rope is not None:
-                self._info.rope.average(energy)
+                self._info.rope.average(self._energy[layer])
             values = np.zeros((heads, dim, heads, dim))
-            values[range(heads), :, range(heads)] = seen
-            self.weigh(layer, np.diag(KEYS / length * energy.ravel()), values.reshape(heads * dim, -1) / length)
+            values[range(heads), :, range(heads)] = self._seen[layer]
+            keys = np.diag(KEYS / length * self._energy[layer].ravel())
+            self.weigh(layer, keys, values.reshape(heads * dim, -1) / length)
         return self.finish()
 
 

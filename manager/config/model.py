@@ -6,7 +6,7 @@ A field's description completes the error message "KEY must be …".
 import json
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
@@ -79,13 +79,6 @@ def _no_secret(header: str) -> str:
 HeaderName = Annotated[str, AfterValidator(_no_secret), Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]*$")]
 
 REDIS_PASSWORD = "MANTHAN_REDIS_PASSWORD"  # environment variable with the Redis password
-
-
-class Flag(NamedTuple):
-    """Option of `vllm serve` that sets a configuration key. metavar: the value's name in --help, such as SECONDS."""
-
-    name: str
-    metavar: str
 
 
 class _Model(BaseModel):
@@ -315,15 +308,15 @@ def _enter(model: type[_Model], prefix: str = "") -> None:
 _enter(ManthanConfig)
 
 FLAGS = {
-    "policy.name": Flag("--manthan-policy", "NAME"),
-    "idle.after_s": Flag("--manthan-idle-after", "SECONDS"),
-    "codec.name": Flag("--manthan-codec", "NAME"),
-    "codec.profile": Flag("--manthan-codec-profile", "FILE"),
-    "tiers.kind": Flag("--manthan-cold-store", "KIND"),
-    "tiers.max_bytes": Flag("--manthan-cold-bytes", "SIZE"),
-    "tiers.disk.path": Flag("--manthan-disk-path", "FOLDER"),
-    "tiers.redis.url": Flag("--manthan-redis-url", "URL"),
-    "api.enabled": Flag("--manthan-api", "on|off"),
-    "sealing.key_file": Flag("--manthan-encryption-key-file", "FILE"),
+    "policy.name": ("--manthan-policy", "NAME"),
+    "idle.after_s": ("--manthan-idle-after", "SECONDS"),
+    "codec.name": ("--manthan-codec", "NAME"),
+    "codec.profile": ("--manthan-codec-profile", "FILE"),
+    "tiers.kind": ("--manthan-cold-store", "KIND"),
+    "tiers.max_bytes": ("--manthan-cold-bytes", "SIZE"),
+    "tiers.disk.path": ("--manthan-disk-path", "FOLDER"),
+    "tiers.redis.url": ("--manthan-redis-url", "URL"),
+    "api.enabled": ("--manthan-api", "on|off"),
+    "sealing.key_file": ("--manthan-encryption-key-file", "FILE"),
 }
-"""Options of `vllm serve`, by the dotted name of the field that each sets."""
+"""Option of `vllm serve`, and name of its value in --help, by the dotted name of the field that the option sets."""

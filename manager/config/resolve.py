@@ -24,7 +24,7 @@ __all__ = ["FLAG_KEYS", "ConfigError", "ManthanConfig", "Resolved", "resolve_con
 
 logger = logging.getLogger("vllm.manthan")
 
-FLAG_KEYS = {flag.name: key for key, flag in FLAGS.items()}
+FLAG_KEYS = {flag: key for key, (flag, _) in FLAGS.items()}
 ENV_PREFIX = "MANTHAN_"
 KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")
 """Variables that Kubernetes sets in every pod of a namespace with a Service named `manthan` or `manthan-NAME`."""

@@ -43,34 +43,33 @@ class Finding(NamedTuple):
 
 def check_memlock(store: TiersConfig, has_gpu: bool) -> Finding:
     """Check that the limit for locked memory (memlock) allows the RAM that Manthan pins (page-locks) for a GPU."""
-    name = "memlock"
-    wanted = store.max_bytes if store.kind == "host" else store.front_bytes or store.host_bytes
+    wanted = store.max_bytes if store.kind == "host" else store.host_bytes
     if not has_gpu or not wanted:
         why = "no compressed blocks are kept in RAM" if has_gpu else "there is no GPU"
-        return Finding(name, Grade.SKIPPED, f"{why}, so that no RAM is pinned.")
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        return Finding("memlock", Grade.SKIPPED, f"{why}, so that no RAM is pinned.")
+    limit, size = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], human_bytes(wanted)
     if limit == resource.RLIM_INFINITY or limit >= wanted:
-        return Finding(name, Grade.OK, f"the limit allows the {human_bytes(wanted)} that are pinned for the GPU.")
+        return Finding("memlock", Grade.OK, f"the limit allows the {size} that are pinned for the GPU.")
     return Finding(
-        name,
+        "memlock",
         Grade.WARNING,
-        f"the limit is {human_bytes(limit)}, but {human_bytes(wanted)} of RAM are pinned for the GPU, and some drivers "
-        "keep to the limit: raise it (ulimit -l unlimited, LimitMEMLOCK=infinity, --ulimit memlock=-1).",
+        f"the limit is {human_bytes(limit)}, but {size} of RAM are pinned for the GPU, and some drivers keep to the "
+        "limit: raise it (ulimit -l unlimited, LimitMEMLOCK=infinity, --ulimit memlock=-1).",
     )
 
 
 def check_disk(config: ManthanConfig) -> Finding:
     """Check that the folder of a disk tier exists, can be written, is on a local disk, and has enough room."""
-    name, store, path = "disk", config.tiers, config.tiers.disk.path
+    store, path = config.tiers, config.tiers.disk.path
     if not store.is_on_disk:
-        return Finding(name, Grade.SKIPPED, f"tiers.kind is {store.kind}, which keeps nothing on a disk.")
+        return Finding("disk", Grade.SKIPPED, f"tiers.kind is {store.kind}, which keeps nothing on a disk.")
     busy = ""
     try:
         check_folder(path)
     except FolderBusyError:
         busy = "; a server uses it now"
     except ConfigError as error:
-        return Finding(name, Grade.WRONG, str(error))
+        return Finding("disk", Grade.WRONG, str(error))
     kind = file_system(Path(path))
     budget = store.front_disk_bytes or store.max_bytes
     files = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
@@ -85,8 +84,8 @@ def check_disk(config: ManthanConfig) -> Finding:
         why = f"too small: {room} for {size} of compressed blocks; lower that, or make room"
     else:
         said = f"{path} is a folder on {kind} with {human_bytes(free)} free, for {size} of compressed blocks{busy}."
-        return Finding(name, Grade.OK, said)
-    return Finding(name, Grade.WRONG, f"tiers.disk.path is {path!r}, which is {why}.")
+        return Finding("disk", Grade.OK, said)
+    return Finding("disk", Grade.WRONG, f"tiers.disk.path is {path!r}, which is {why}.")
 
 
 def file_system(path: Path) -> str:
@@ -102,9 +101,9 @@ def file_system(path: Path) -> str:
 
 def check_redis(config: ManthanConfig) -> Iterator[Finding]:
     """Check that Redis answers, accepts the engines' commands, and evicts when full."""
-    name, redis = "Redis", config.tiers.redis
-    if "redis" not in config.tiers.places:
-        yield Finding(name, Grade.SKIPPED, f"tiers.kind is {config.tiers.kind}, which does not use Redis.")
+    redis = config.tiers.redis
+    if not config.tiers.is_shared:
+        yield Finding("Redis", Grade.SKIPPED, f"tiers.kind is {config.tiers.kind}, which does not use Redis.")
         return
     try:
         with closing(connect(redis)) as client:
@@ -113,10 +112,10 @@ def check_redis(config: ManthanConfig) -> Iterator[Finding]:
             commands = [command.split() for command in REDIS_COMMANDS.split(", ")]
             pipelined(client, [(command, key, *more) for command, *more in commands])
     except ConfigError as error:
-        yield Finding(name, Grade.WRONG, str(error))
+        yield Finding("Redis", Grade.WRONG, str(error))
         return
     except RedisError as error:
-        yield Finding(name, Grade.WRONG, f"Redis at {redis.url} refuses a command that engines send: {error}.")
+        yield Finding("Redis", Grade.WRONG, f"Redis at {redis.url} refuses a command that engines send: {error}.")
         return
-    yield Finding(name, Grade.OK, f"{redis.url} answers, and takes keys that begin with {redis.prefix}.")
+    yield Finding("Redis", Grade.OK, f"{redis.url} answers, and takes keys that begin with {redis.prefix}.")
     yield Finding("Redis memory", Grade.WARNING if said else Grade.OK, said or "Redis evicts when it is full.")

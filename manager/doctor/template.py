@@ -38,13 +38,10 @@ class Renderer:
     def render(self, messages: Sequence[Message], *, asks: bool, minutes: int = 0) -> list[int]:
         """Return the tokens of a conversation. Raises ConfigError for an unusable template.
 
-        Args:
-            asks: True to add the generation prompt.
-            minutes: Minutes from BEGINNING to the time that the template shows.
+        asks: True to add the generation prompt. minutes: minutes from BEGINNING to the time that the template shows.
         """
         from jinja2 import TemplateError
 
-        now = BEGINNING + timedelta(minutes=minutes)
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages),
@@ -52,7 +49,7 @@ class Renderer:
                 tools=list(self.tools) or None,
                 add_generation_prompt=asks,
                 tokenize=False,
-                strftime_now=now.strftime,
+                strftime_now=(BEGINNING + timedelta(minutes=minutes)).strftime,
             )
         except TemplateError as error:
             raise ConfigError(f"the chat template cannot be rendered: {error}") from None
@@ -66,23 +63,18 @@ class Renderer:
 
 
 class Parting(NamedTuple):
-    """First difference between a turn and the next prompt.
+    """First difference between a turn of `tokens` tokens and the next prompt, which repeats the first `kept` of them.
 
-    Args:
-        of: Kind of answer, such as "thinking".
-        kept: Number of the turn's first tokens that the next prompt repeats.
-        tokens: Number of all tokens of the turn.
-        before: Text of the last tokens before the difference.
-        was: Text of the turn's next tokens.
-        comes: Text of the next prompt's tokens instead of `was`.
+    of: kind of answer, such as "thinking". before: text of the last tokens before the difference. was, comes: text of
+    the turn's next tokens, and of the next prompt's.
     """
 
     of: str
     kept: int
     tokens: int
-    before: str = ""
-    was: str = ""
-    comes: str = ""
+    before: str
+    was: str
+    comes: str
 
     @property
     def rewrites(self) -> bool:
@@ -96,14 +88,11 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
     return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 
 
-def said(renderer: Renderer, messages: Sequence[Message], answer: Message, thought: str = "") -> list[int]:
+def _turn(renderer: Renderer, messages: Sequence[Message], answer: Message, thought: str) -> list[int]:
     """Return the tokens that have KV once the model has answered: of the prompt, and of what the model generated.
 
-    Args:
-        messages: Messages of the prompt.
-        answer: Message with the model's answer.
-        thought: Thinking that the model generates before the answer; put between <think> tags if the template does not
-            show it. Empty for none.
+    thought: Thinking that the model generates before the answer; put between <think> tags if the template does not show
+    it. Empty for none.
     """
     prompt = renderer.render(messages, asks=True)
     asked, shown = renderer.decode(prompt), renderer.decode(renderer.render([*messages, answer], asks=False))
@@ -136,7 +125,7 @@ def partings(renderer: Renderer) -> list[Parting]:
     found = []
     for of, answer, thought, minutes in tried:
         again = renderer.render([*asked, answer, then], asks=True, minutes=minutes)
-        turn = said(renderer, asked, answer, thought)
+        turn = _turn(renderer, asked, answer, thought)
         kept = common(turn, again)
         texts = turn[max(0, kept - AROUND) : kept], turn[kept : kept + AROUND], again[kept : kept + AROUND]
         found.append(Parting(of, kept, len(turn), *map(renderer.decode, texts)))
@@ -146,10 +135,11 @@ def partings(renderer: Renderer) -> list[Parting]:
 def check_template(renderer: Renderer) -> Finding:
     """Check that the next prompt repeats the turn before it, for each kind of answer."""
     found = partings(renderer)
-    worst = min(found, key=lambda one: one.kept / one.tokens if one.rewrites else 1.0)
-    if not worst.rewrites:
+    rewritten = sorted((one for one in found if one.rewrites), key=lambda one: one.kept / one.tokens)
+    if not rewritten:
         tried = ", ".join(one.of for one in found)
         return Finding(TEMPLATE, Grade.OK, f"the next prompt repeats the turn before it, token by token ({tried}).")
+    worst = rewritten[0]
     also = ", ".join(f"{one.of}: {one.kept} of {one.tokens}" for one in found if one.rewrites and one is not worst)
     return Finding(
         TEMPLATE,
@@ -161,11 +151,7 @@ def check_template(renderer: Renderer) -> Finding:
 
 
 def load_renderer(model: str, template: str = "") -> Renderer:
-    """Load a model's tokenizer and chat template. Raises ConfigError.
-
-    Args:
-        template: Path of a Jinja file with a chat template; empty for the model's template.
-    """
+    """Load a model's tokenizer and chat template, or the template in a Jinja file. Raises ConfigError."""
     from transformers import AutoTokenizer
 
     try:

@@ -188,11 +188,10 @@ class DiskTier(ArenaTier):
         return self._stuck is not None and not self._stuck.done()
 
     def _read_run(self, names: Sequence[BlockName]) -> list[Found]:
-        return [self._read(self._blocks.get(name)) for name in names]
+        placed = map(self._blocks.get, names)
+        return [None if each is None else self._read(each) for each in placed]
 
-    def _read(self, placed: Placed | None) -> Found:
-        if placed is None:
-            return None
+    def _read(self, placed: Placed) -> Found:
         try:
             body = self._read_body(placed)
         except OSError as error:

@@ -25,8 +25,6 @@ from manthan.manager.transfer import STORE_DOWN
 logger = logging.getLogger("vllm.manthan.peer")
 
 TIMEOUT_S = 15.0  # most seconds to wait for the other end; longer than the keeper waits for its disk
-BACKLOG = 128  # connections that wait to be accepted
-_CREDENTIALS = struct.Struct("3i")
 
 
 class PeerTier(Tier):
@@ -85,7 +83,7 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         cpus: CPUs that the threads may run on; empty for the caller's CPUs.
     """
 
-    daemon_threads, request_queue_size = True, BACKLOG
+    daemon_threads, request_queue_size = True, 128
 
     def __init__(
         self, name: str, read: Callable[[int, Sequence[bytes], str], Iterator[Found]], cpus: Collection[int] = ()
@@ -132,6 +130,6 @@ class _Request(socketserver.StreamRequestHandler):
 
 def _check(link: socket.socket) -> None:
     """Raise PermissionError if the process at the other end has another user."""
-    _, user, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    _, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if user != os.getuid():
         raise PermissionError(f"user {user} is at the other end")

@@ -188,7 +188,10 @@ class RedisSessions:
             self._ask([("EXISTS", self._name(self._namespace, ""))])
         while not (self._closing and not (self._is_behind and self._circuit.is_up)):
             with self._wake:
-                self._wake.wait_for(self._is_due, None if self._circuit.is_up else max(0.01, self._circuit.wait_s))
+                self._wake.wait_for(
+                    lambda: self._lookups or self._closing or (self._is_behind and not self._circuit.wait_s),
+                    None if self._circuit.is_up else max(0.01, self._circuit.wait_s),
+                )
                 lookups, self._lookups = self._lookups, {}
                 namespace = self._namespace
             for request_id, look_up in lookups.items():
@@ -205,9 +208,6 @@ class RedisSessions:
                 else:
                     why = self._circuit.last_error
                     logger.warning("Manthan: Redis does not serve (%s). Sessions are recomputed until it does.", why)
-
-    def _is_due(self) -> bool:
-        return bool(self._lookups or self._closing or (self._is_behind and not self._circuit.wait_s))
 
     def _look_up(
         self, session_id: str, group: int, hashes: Sequence[bytes], needed: Needed | None, namespace: Namespace

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from manthan.manager.config.model import ConfigError, SealingConfig
 from manthan.manager.tiers.shards import Shard
-from manthan.manager.tiers.tier import Buffer, Found, Tier
+from manthan.manager.tiers.tier import Buffer, Found, JoinedTier, Tier
 
 MAGIC, VERSION, KEY_NBYTES = b"MNS", 1, 32
 _HEADER = struct.Struct("<3sB8s16s12s")
@@ -114,13 +114,14 @@ class Sealer:
         return head + b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 
-class SealedTier(Tier):
+class SealedTier(JoinedTier):
     """Tier that seals each block whole, so that `trim` cannot cut it. `read` yields "seal" if a block does not open.
 
     shard: Part of each block that the tier stores. The shard is in the name to which a block is bound.
     """
 
     def __init__(self, inner: Tier, sealer: Sealer, shard: Shard) -> None:
+        super().__init__(inner)
         self.inner, self._sealer, self._shard = inner, sealer, shard
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
@@ -137,15 +138,6 @@ class SealedTier(Tier):
                 except SealError as error:
                     value = error.cause
             yield value
-
-    def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
-        return self.inner.absent(group, keys)
-
-    def drop(self, group: int, keys: Iterable[bytes]) -> None:
-        self.inner.drop(group, keys)
-
-    def close(self) -> None:
-        self.inner.close()
 
     def cleared(self, place: str) -> "SealedTier":
         """See Tier. Values sealed before do not open in the new tier."""

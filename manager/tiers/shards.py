@@ -1,11 +1,12 @@
 """Tier for KV blocks of engines with different numbers of ranks. A shard is the part of a block that a rank has."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
-from manthan.manager.tiers.tier import Buffer, Found, Tier
+from manthan.manager.tiers.tier import Found, JoinedTier, Tier
 
 
 class Shard(NamedTuple):
@@ -18,7 +19,7 @@ class Shard(NamedTuple):
         return f"{self.at}-of-{self.of}"
 
 
-class ShardedTier(Tier):
+class ShardedTier(JoinedTier):
     """Tier of a rank that also reads blocks stored by engines with a different number of ranks.
 
     For such a block, `read` joins all shards that have KV heads of this rank into one buffer, in order of heads.
@@ -30,11 +31,9 @@ class ShardedTier(Tier):
     """
 
     def __init__(self, own: Tier, others: Iterable[Sequence[Tier]], copies: Sequence[Tier] = ()) -> None:
-        self.own, self._copies, self.can_trim = own, copies, own.can_trim
         self._sources: list[Sequence[Tier]] = [[own], *others]
-
-    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
-        return self.own.put_all(group, blocks, tenant)
+        super().__init__(*chain.from_iterable(self._sources), *copies)
+        self.own, self.can_trim = own, own.can_trim
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         """See Tier. Look for a block first where the previous block was, because one engine mostly stored both."""
@@ -62,29 +61,13 @@ class ShardedTier(Tier):
                 missing = [key for key in missing if key in gone]
         return missing
 
-    def drop(self, group: int, keys: Iterable[bytes]) -> None:
-        keys = list(keys)
-        for tier in self._all:
-            tier.drop(group, keys)
-
     def trim(self, group: int, keys: Iterable[bytes], parts: int) -> None:
         self.own.trim(group, keys, parts)
 
     def cleared(self, place: str) -> Tier:
         """See Tier. The new tier reads only `own`, because no other engine writes into the new namespace."""
-        own, *others = [tier.cleared(place) for tier in self._all]
+        own, *others = [tier.cleared(place) for tier in self._tiers]
         return ShardedTier(own, [], others)
-
-    def close(self) -> None:
-        for tier in self._all:
-            tier.close()
-
-    def room(self, nbytes: int) -> int:
-        return self.own.room(nbytes)
-
-    @property
-    def _all(self) -> list[Tier]:
-        return [*(tier for source in self._sources for tier in source), *self._copies]
 
 
 def _joined(tiers: Sequence[Tier], group: int, keys: Sequence[bytes], tenant: str) -> Iterator[Found]:

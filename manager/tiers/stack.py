@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from manthan.manager.tiers.arena_tier import ArenaTier
-from manthan.manager.tiers.tier import Buffer, Found, Tier
+from manthan.manager.tiers.tier import Buffer, Found, JoinedTier, Tier
 
 
-class StackedTier(Tier):
+class StackedTier(JoinedTier):
     """Tier that stores all blocks in the tier behind. The front tier has copies of the blocks stored or read last.
 
     Args:
@@ -17,6 +17,7 @@ class StackedTier(Tier):
     """
 
     def __init__(self, front: ArenaTier, behind: Tier) -> None:
+        super().__init__(behind, front)
         self.front, self.behind, self.can_trim = front, behind, behind.can_trim
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
@@ -45,11 +46,6 @@ class StackedTier(Tier):
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         return self.behind.absent(group, self.front.absent(group, keys))
 
-    def drop(self, group: int, keys: Iterable[bytes]) -> None:
-        keys = list(keys)
-        self.front.drop(group, keys)
-        self.behind.drop(group, keys)
-
     def trim(self, group: int, keys: Iterable[bytes], parts: int) -> None:
         keys = list(keys)
         if self.can_trim:
@@ -58,14 +54,6 @@ class StackedTier(Tier):
 
     def cleared(self, place: str) -> "StackedTier":
         return StackedTier(self.front.cleared(place), self.behind.cleared(place))
-
-    def close(self) -> None:
-        self.front.close()
-        self.behind.close()
-
-    def room(self, nbytes: int) -> int:
-        """See Tier. The budget is the budget of the tier behind."""
-        return self.behind.room(nbytes)
 
     def _keep(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str) -> None:
         """Put blocks into the front tier, except those for which it cannot make room."""

@@ -6,13 +6,13 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ByteSize
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +21,7 @@ from manthan.manager.commands.sessions import KEY_ENV, AskError, ask, measuring
 from manthan.manager.config.model import ConfigError
 from manthan.manager.config.registered import check_registered
 from manthan.manager.config.resolve import resolve_config
+from manthan.manager.config.sentences import human_bytes
 from manthan.manager.doctor.checks import Finding, Grade, check_disk, check_memlock, check_redis
 from manthan.manager.doctor.template import TEMPLATE, check_template, load_renderer
 from manthan.vllm_hooks.support import VLLM, check_version
@@ -78,11 +79,7 @@ def _examined(model: str, file: str, url: str, template: str, block_size: int | 
     if url and not file:
         yield Finding("machine", Grade.SKIPPED, "a server cannot report memlock and disk: on its host, add --config.")
     else:
-        has_gpu = False
-        if find_spec("torch"):
-            import torch
-
-            has_gpu = torch.cuda.is_available()
+        has_gpu = find_spec("torch") is not None and import_module("torch").cuda.is_available()
         yield check_memlock(resolved.config.tiers, has_gpu)
         yield check_disk(resolved.config)
         yield from check_redis(resolved.config)
@@ -145,9 +142,7 @@ def _print(found: list[Finding]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for one in found:
         sign, style = MARKS[one.mark]
-        table.add_row(
-            Text(sign, style), Text(one.check), Text(one.said, "" if one.mark is not Grade.SKIPPED else "dim")
-        )
+        table.add_row(Text(sign, style), Text(one.check), Text(one.said, "dim" if one.mark is Grade.SKIPPED else ""))
     wrong = sum(one.mark is Grade.WRONG for one in found)
     said = Text(f"\nWrong: {wrong}.", "bold red") if wrong else Text("\nNothing is wrong.", "green")
     make_console().print(table, said, sep="\n")
@@ -161,31 +156,24 @@ def _check_server(url: str) -> Iterator[Finding]:
         yield Finding("Host", Grade.WRONG, str(error))
         return
     yield Finding("Host", Grade.OK, f"Manthan answers at {url}.")
-    policy, store = state["policy"], state["store"]
-    options = "".join(f", {name} {value}" for name, value in policy["options"].items())
-    idle_s = config["idle.after_s"]["value"]
-    yield Finding(
-        "policy", Grade.OK, f"that server has {policy['name']}{options}; sessions are idle after {idle_s:g} s."
-    )
-    verdict, name = store["verdict"], config["codec.name"]["value"]
+    policy, store, name = state["policy"], state["store"], config["codec.name"]["value"]
+    options = "".join(f", {option} {value}" for option, value in policy["options"].items())
+    idle = f"sessions are idle after {config['idle.after_s']['value']:g} s"
+    yield Finding("policy", Grade.OK, f"that server has {policy['name']}{options}; {idle}.")
     if waits := measuring(store):
         yield Finding("codec", Grade.OK, f"{waits}.")
-    elif verdict in ("none", "faithful"):
+    elif (verdict := store["verdict"]) in ("none", "faithful"):
         yield Finding("codec", Grade.OK, f"that server has {name}; the guard's verdict: {verdict}.")
     else:
-        yield Finding(
-            "codec", Grade.WARNING, f"that server has {name}, which is {verdict}, so it uses {store['codec']}."
-        )
+        said = f"that server has {name}, which is {verdict}, so it uses {store['codec']}."
+        yield Finding("codec", Grade.WARNING, said)
     tiers = ", ".join(
-        f"{tier['name']} with {ByteSize(tier['used_bytes']).human_readable()} of "
-        f"{ByteSize(tier['budget_bytes']).human_readable()}"
+        f"{tier['name']} with {human_bytes(tier['used_bytes'])} of {human_bytes(tier['budget_bytes'])}"
         for tier in store["tiers"]
     )
     if store["up"]:
         yield Finding("tiers", Grade.OK, f"that server has {tiers}.")
-    else:
-        where = config[f"tiers.{store['kind']}.{'url' if store['kind'] == 'redis' else 'path'}"]["value"]
-        said = (
-            f"that server has {tiers}, and its {store['kind']} at {where} does not answer: sessions are computed again"
-        )
-        yield Finding("tiers", Grade.WRONG, f"{said} until it does.")
+        return
+    where = config[f"tiers.{store['kind']}.{'url' if store['kind'] == 'redis' else 'path'}"]["value"]
+    why = f"its {store['kind']} at {where} does not answer: sessions are computed again until it does"
+    yield Finding("tiers", Grade.WRONG, f"that server has {tiers}, and {why}.")

@@ -7,15 +7,18 @@ is named as vLLM's class of KV cache specs, without "Spec".
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
 from manthan.vllm_hooks.groups import SPECS, StoredAs
 
+LIST = Path(__file__).with_name("families.yaml")
 DENSE = ("FullAttention", "MLAAttention")
 """Caches with full attention. vLLM joins such layers into one KV cache group."""
-SECTIONS = ("built", "read", "new")
+SECTIONS = {"built": "", "read": "\\*", "new": "†"}
+"""Mark of a class in the table, by section: "built" if the class's caches were found by building a model, "read" if by
+reading vLLM's source, "new" if only vLLM 0.33 has the class."""
 OUTCOMES = {
     "coded": "compressed",
     "partly": "some groups compressed, others as bytes",
@@ -28,8 +31,7 @@ OUTCOMES = {
 class Family(NamedTuple):
     """Model class of vLLM's registry.
 
-    caches: names of its KV caches. section: "built" if the caches were found by building a model, "read" if by reading
-    vLLM's source, "new" if only vLLM 0.33 has the class. uncached: reason why vLLM caches no prefixes for the class;
+    caches: names of its KV caches. section: see `SECTIONS`. uncached: reason why vLLM caches no prefixes for the class;
     empty if vLLM does.
     """
 
@@ -43,7 +45,7 @@ class Family(NamedTuple):
         """Key in `OUTCOMES`. Recurrent states (Mamba) count only in a family that stores nothing else."""
         ways = {each: stored(each) for each in self.caches if stored(each)}
         if any(each in ways for each in DENSE):  # other full attention goes into the same blocks, as bytes
-            ways = {each: way for each, way in ways.items() if each in DENSE or _kind(each) not in DENSE}
+            ways = {each: way for each, way in ways.items() if each in DENSE or each.split("/")[0] not in DENSE}
         if self.uncached or "refused" in ways.values():
             return "refused"
         found = {way for each, way in ways.items() if each != "Mamba"} or {*ways.values()}
@@ -55,32 +57,23 @@ def stored(name: str) -> str:
 
     A name with a slash, such as "MLAAttention/indexer", is a cache with a layout that no codec knows.
     """
-    way = SPECS[f"{_kind(name)}Spec"].stored
+    kind, _, layout = name.partition("/")
+    way = SPECS[f"{kind}Spec"].stored
     if way is StoredAs.NOTHING:
         return ""
-    return str(StoredAs.BYTES if "/" in name and way is StoredAs.CODED else way)
-
-
-def _kind(name: str) -> str:
-    return name.partition("/")[0]
-
-
-@cache
-def listed() -> dict[str, Any]:
-    """Return the content of `families.yaml`: caches by section and model class; under "uncached", reasons by class."""
-    found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
-    return found
+    return str(StoredAs.BYTES if layout and way is StoredAs.CODED else way)
 
 
 @cache
 def families() -> dict[str, Family]:
     """Return all families of vLLM 0.32 and 0.33, by the name of the class."""
-    uncached = listed()["uncached"]
-    return {
-        name: Family(name, tuple(caches.split()), section, uncached.get(name, ""))
-        for section in SECTIONS
-        for name, caches in listed()[section].items()
-    }
+    listed = yaml.safe_load(LIST.read_text(encoding="utf-8"))
+    found = {}
+    for section in SECTIONS:
+        caches = {name: caches for caches, names in listed[section].items() for name in names.split()}
+        for name in sorted(caches, key=str.lower):
+            found[name] = Family(name, tuple(caches[name].split()), section, listed["uncached"].get(name, ""))
+    return found
 
 
 def families_table() -> Iterator[str]:
@@ -91,13 +84,13 @@ def families_table() -> Iterator[str]:
         count = sum(family.outcome == outcome for family in every)
         yield f"| {said} | {count} of {len(every)} | {count / len(every):.1%} |"
     yield "\n| KV caches | stored | families |\n|---|---|---|"
-    rows: dict[tuple[str, str], list[str]] = {}
+    rows: dict[tuple[str, str], list[Family]] = {}
     for family in every:
-        said = OUTCOMES[family.outcome] + (f": {family.uncached}" if family.uncached else "")
-        mark = {"built": "", "read": "\\*", "new": "†"}[family.section]
-        rows.setdefault((" + ".join(family.caches), said), []).append(f"{family.name}{mark}")
-    order = list(OUTCOMES.values())
-    for (caches, said), names in sorted(
-        rows.items(), key=lambda row: (order.index(row[0][1].split(":")[0]), -len(row[1]))
+        rows.setdefault((" + ".join(family.caches), family.uncached), []).append(family)
+    order = list(OUTCOMES)
+    for (caches, uncached), row in sorted(
+        rows.items(), key=lambda each: (order.index(each[1][0].outcome), -len(each[1]))
     ):
-        yield f"| {caches} | {said} | {len(names)}: {', '.join(sorted(names, key=str.lower))} |"
+        said = OUTCOMES[row[0].outcome] + (f": {uncached}" if uncached else "")
+        names = sorted((f"{family.name}{SECTIONS[family.section]}" for family in row), key=str.lower)
+        yield f"| {caches} | {said} | {len(row)}: {', '.join(names)} |"

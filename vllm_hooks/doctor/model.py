@@ -5,21 +5,24 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from manthan.codec.cpu.exact import EXACT
 from manthan.manager.config.model import ConfigError
 from manthan.manager.doctor.checks import Finding, Grade
 from manthan.vllm_hooks.doctor.families import families, stored
+from manthan.vllm_hooks.groups import config_for, groups_for
+from manthan.vllm_hooks.memory import Shards, codec_of_other, memory_shapes
+from manthan.vllm_hooks.settled import settle_codec, settled_profile
 from manthan.vllm_hooks.support import RELEASES, check_supported
+from manthan.vllm_hooks.transfer_config import kv_transfer_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 LONG = 512
 """Most tokens between two resume points without a warning. A resume point is a length at which a session can go on."""
-MODEL, CACHE, RESUME = "model", "KV cache", "resume points"
 WAYS = {"coded": "compressed", "bytes": "as bytes", "refused": "refused", "": "not needed"}
 MARKS = {"coded": Grade.OK, "partly": Grade.WARNING, "bytes": Grade.WARNING, "refused": Grade.WRONG}
 
@@ -33,32 +36,43 @@ def check_model(model: str, file: str | None = None, block_size: int | None = No
     try:
         names = _architectures(model)
     except (OSError, ValueError, ImportError) as error:
-        yield Finding(MODEL, Grade.WRONG, f"config.json of {model} cannot be read: {_sentence(error)}.")
+        yield Finding("model", Grade.WRONG, f"config.json of {model} cannot be read: {_sentence(error)}.")
         return
     try:
         vllm_config, kv_cache_config = planned(model, names, block_size)
     except Exception as error:  # model classes raise anything
-        yield Finding(MODEL, Grade.WARNING, f"it cannot be built here ({_sentence(error)}), so its class is looked up.")
+        why = f"it cannot be built here ({_sentence(error)}), so its class is looked up."
+        yield Finding("model", Grade.WARNING, why)
         yield from map(_by_class, names)
         return
-    yield Finding(MODEL, Grade.OK, f"{vllm_config.model_config.architecture} was built without weights.")
-    from manthan.vllm_hooks.transfer_config import kv_transfer_config
-
+    name = vllm_config.model_config.architecture
+    yield Finding("model", Grade.OK, f"{name} was built without weights.")
     vllm_config.kv_transfer_config = kv_transfer_config(file)
-    family = families().get(vllm_config.model_config.architecture)
-    refusals = [f"vLLM finds no prefixes of such a model: {family.uncached}."] if family and family.uncached else []
+    refusals = []
+    if name in families() and (uncached := families()[name].uncached):
+        refusals.append(f"vLLM finds no prefixes of such a model: {uncached}.")
     try:
         check_supported(vllm_config)
     except ConfigError as error:
         refusals.append(str(error))
-    shapes: dict[int, StoredGroup] = {}
+    shapes: dict[int, tuple[str, str, float]] = {}
     distance = 0
     try:
         shapes, distance = _stored(vllm_config, kv_cache_config)
     except ConfigError as error:
         refusals.append(str(error))
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        yield Finding(f"{CACHE} {index}", *_said(group, shapes.get(index), bool(refusals)))
+        spec, check, how = group.kv_cache_spec, f"KV cache {index}", shapes.get(index)
+        what = _described(spec, len(group.layer_names))
+        if how is not None:
+            codec, form, ratio = how
+            is_small = codec != EXACT or type(spec).__name__ == "MambaSpec"
+            yield Finding(check, Grade.OK if is_small else Grade.WARNING, f"{what}{form}, {ratio:.1f} times smaller.")
+        elif not spec.prefix_cacheable:
+            yield Finding(check, Grade.OK, f"{what}not stored, because vLLM needs none of it for a prefix.")
+        else:
+            why = ", because Manthan is refused for this model: see below" if refusals else ""
+            yield Finding(check, Grade.WARNING, f"{what}not stored{why}.")
     if shapes:
         yield _resumed(distance, vllm_config.model_config.max_model_len)
     yield from (Finding("Manthan", Grade.WRONG, said) for said in dict.fromkeys(refusals))
@@ -117,8 +131,7 @@ def _one_rank() -> Iterator[None]:
 
 def _without_quantization(config: Any) -> Any:
     """Return a model's configuration without its quantization, because few kinds of quantization run without a GPU."""
-    parts: list[Any] = [config, getattr(config, "text_config", None)]
-    for each in parts:
+    for each in (config, getattr(config, "text_config", None)):
         if hasattr(each, "quantization_config"):
             del each.quantization_config
     return config
@@ -126,32 +139,22 @@ def _without_quantization(config: Any) -> Any:
 
 def _resumed(distance: int, longest: int) -> Finding:
     """Return the finding about resume points, `distance` tokens apart. longest: most tokens of a session."""
-    said = f"a session can be resumed every {distance:,} tokens"
+    mark, rest = Grade.OK, ""
     if distance >= longest:
-        return Finding(RESUME, Grade.WRONG, f"{said}, but has at most {longest:,}: nothing of it is ever found again.")
-    if distance <= LONG:
-        return Finding(RESUME, Grade.OK, f"{said}.")
-    shorter = "a shorter one is never found again, and a shorter turn is computed again in the next"
-    return Finding(RESUME, Grade.WARNING, f"{said}: {shorter}.")
+        mark, rest = Grade.WRONG, f", but has at most {longest:,}: nothing of it is ever found again"
+    elif distance > LONG:
+        mark = Grade.WARNING
+        rest = ": a shorter one is never found again, and a shorter turn is computed again in the next"
+    return Finding("resume points", mark, f"a session can be resumed every {distance:,} tokens{rest}.")
 
 
-class StoredGroup(NamedTuple):
-    """Form in which a KV cache group is stored. ratio: expected compression ratio.
+def _stored(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
+) -> tuple[dict[int, tuple[str, str, float]], int]:
+    """Return codec, form in words and ratio of each stored group, by index; and the tokens between resume points.
 
-    as_bytes: number of layers that are stored as bytes although the group has a codec.
+    Raises ConfigError.
     """
-
-    codec: str
-    ratio: float
-    as_bytes: int
-
-
-def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[dict[int, StoredGroup], int]:
-    """Return the form of each stored group, by index, and the tokens between resume points. Raises ConfigError."""
-    from manthan.vllm_hooks.groups import config_for, groups_for
-    from manthan.vllm_hooks.memory import Shards, codec_of_other, memory_shapes
-    from manthan.vllm_hooks.settled import settle_codec, settled_profile
-
     settle_codec(vllm_config)
     groups = groups_for(vllm_config, kv_cache_config)
     codec = config_for(vllm_config, groups).codec
@@ -160,45 +163,33 @@ def _stored(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tupl
     stores = {}
     for group in groups.stored:
         name = codec.name if group is groups.main else codec_of_other(codec.name, group, codec.state)
-        ratio = sizes[group.index].pool_nbytes / sizes[group.index].cold_nbytes
-        as_bytes = {*group.opaque.names} - {*group.names} if group.opaque else ()
-        stores[group.index] = StoredGroup(name, ratio, len(as_bytes))
+        as_bytes = len({*group.opaque.names} - {*group.names}) if group.opaque else 0
+        raw = f", {as_bytes} of the layers as bytes" if as_bytes else ""
+        form = "kept as it is" if name == EXACT else f"codec {name}{raw}"
+        stores[group.index] = name, form, sizes[group.index].pool_nbytes / sizes[group.index].cold_nbytes
     return stores, groups.resume_tokens
 
 
-def _said(group: "KVCacheGroupSpec", how: StoredGroup | None, is_refused: bool) -> tuple[Grade, str]:
-    """Return the grade and the sentence of the finding about a group. how: None if the group is not stored.
-
-    is_refused: True if Manthan cannot be used with the model.
-    """
-    spec: Any = group.kv_cache_spec
-    kind, layers = type(spec).__name__, len(group.layer_names)
+def _described(spec: Any, layers: int) -> str:
+    """Return the first part of the sentence about a KV cache group: kind, size and blocks."""
     # A spec made of several specs already counts the bytes of all layers.
     nbytes = spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else layers)
-    is_state = kind == "MambaSpec"
-    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    size = f"a state of {nbytes:,} bytes" if is_state else f"{nbytes // spec.block_size:,} bytes a token"
-    holds = f"{layers} layers of {kind}, {size}{f' of the last {window:,}' if window else ''}, "
-    holds += f"in blocks of {spec.block_size:,}: "
-    if how is None and not spec.prefix_cacheable:
-        return Grade.OK, f"{holds}not stored, because vLLM needs none of it for a prefix."
-    if how is None:
-        why = ", because Manthan is refused for this model: see below" if is_refused else ""
-        return Grade.WARNING, f"{holds}not stored{why}."
-    if how.codec == EXACT:
-        return Grade.OK if is_state else Grade.WARNING, f"{holds}kept as it is, {how.ratio:.1f} times smaller."
-    raw = f", {how.as_bytes} of the layers as bytes" if how.as_bytes else ""
-    return Grade.OK, f"{holds}codec {how.codec}{raw}, {how.ratio:.1f} times smaller."
+    kind, window = type(spec).__name__, getattr(spec, "sliding_window", None)
+    window = window or getattr(spec, "attention_chunk_size", None)
+    size = f"a state of {nbytes:,} bytes" if kind == "MambaSpec" else f"{nbytes // spec.block_size:,} bytes a token"
+    of = f" of the last {window:,}" if window else ""
+    return f"{layers} layers of {kind}, {size}{of}, in blocks of {spec.block_size:,}: "
 
 
 def _by_class(name: str) -> Finding:
     """Return the finding about a model class, from `families.yaml`, for a model that cannot be built."""
     family = families().get(name)
     if family is None:
-        return Finding(CACHE, Grade.WRONG, f"{name} is no class that generates text in vLLM {' or '.join(RELEASES)}.")
+        why = f"{name} is no class that generates text in vLLM {' or '.join(RELEASES)}."
+        return Finding("KV cache", Grade.WRONG, why)
     caches = ", ".join(f"{each} ({WAYS[stored(each)]})" for each in family.caches)
     why = f"; {family.uncached}" if family.uncached else ""
-    return Finding(CACHE, MARKS[family.outcome], f"models of {name} have {caches}{why}.")
+    return Finding("KV cache", MARKS[family.outcome], f"models of {name} have {caches}{why}.")
 
 
 def _architectures(model: str) -> list[str]:

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,38 +20,25 @@ from manthan.codec.rope import Rope
 from manthan.manager.calibration.traffic import TrafficBuilder, output_energies
 from manthan.manager.config.profiles import model_folder
 from manthan.vllm_hooks.compat import wrap
+from manthan.vllm_hooks.groups import KvCacheGroup
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus
 
-if TYPE_CHECKING:
-    from manthan.vllm_hooks.groups import KvCacheGroup
-
 logger = init_logger("vllm.manthan.worker")
 
-Rows: TypeAlias = tuple[torch.Tensor, ...]
-"""Queries, keys and values of a layer, [tokens, heads, head_dim] each."""
-LEAST, MOST = 128, 1024
-"""Least and most tokens taken from a step, all of the request with most tokens in the step."""
-EVERY = 16
-"""Least tokens of traffic for each token taken, so that calibration costs little."""
+LEAST, MOST = 128, 1024  # least and most tokens taken from a step, all of the request with most tokens in the step
+EVERY = 16  # least tokens of traffic for each token taken, so that calibration costs little
 WANTED = 9_600
 """Least tokens that make a profile: four fifths of the 12,000 tokens that are taken of 192,000 tokens of traffic."""
 
 
 class Calibrator:
-    """Makes a single profile.
-
-    Args:
-        group: KV cache group of the model's attention layers.
-        rope: RoPE of the keys; None if unknown.
-        device: device of the cache.
-        offer: called with the profile, on the calibrator's thread.
-    """
+    """Makes a single profile. group: of the attention layers. offer: called with the profile, on another thread."""
 
     def __init__(
         self,
         vllm_config: VllmConfig,
-        group: "KvCacheGroup",
+        group: KvCacheGroup,
         rope: Rope | None,
         device: torch.device,
         offer: Callable[[Profile], None],
@@ -65,9 +52,8 @@ class Calibrator:
         self._builder: TrafficBuilder | None = None
         self._device = device
         self._threads = JobThreads(1, "manthan-calibrate", allowed_cpus() if device.type == "cpu" else ())
-        self._parts: list[Rows] = []
-        self._rows, self._first = slice(0), 0
-        """Rows to take of the step's tensors, all of one prompt; and the first row's position in the prompt."""
+        self._parts: list[tuple[torch.Tensor, ...]] = []  # by layer, copied queries, keys and values of the step
+        self._rows, self._first = slice(0), 0  # the prompt's rows to copy, and the first row's position in the prompt
         self._wants = self._is_busy = self._is_done = False
         self._passed = self._taken = 0
         for layer, attention in enumerate(self._attentions):
@@ -87,7 +73,7 @@ class Calibrator:
     def _forward(self, layer: int, forward: Any, module: Any, *args: Any, **more: Any) -> Any:
         query, key, value, _, told, *_ = args
         if self._wants and told is not None:
-            self._try(self._note, layer, told, query, key, value)
+            self._try(self._take, layer, told, query, key, value)
         return forward(module, *args, **more)
 
     def _try(self, call: Callable[..., None], *args: Any) -> None:
@@ -98,12 +84,22 @@ class Calibrator:
             self._wants, self._is_done = False, True
             logger.warning("Manthan: no profile is made from traffic: %s: %s", type(error).__name__, error)
 
-    def _note(self, layer: int, told: Any, *rows: torch.Tensor) -> None:
-        """Copy the chosen rows of a layer. After the last layer, begin the work on the thread.
+    def _take(self, layer: int, told: Any, *rows: torch.Tensor) -> None:
+        """Copy a prompt's rows of [tokens, heads, head_dim]. After the last layer, begin the work on the thread.
 
-        told: metadata of the attention backend. rows: the layer's queries, keys and values, [tokens, heads, head_dim].
+        At the first layer choose the prompt, unless it is too short, or the GPU has no memory for the copies. told:
+        metadata of the attention backend.
         """
-        self._wants = layer == len(self._parts) and (layer > 0 or self._choose(told, *rows))
+        self._wants = layer == len(self._parts)
+        if layer == 0:
+            starts = told.query_start_loc.cpu()
+            at = int(starts.diff().argmax())
+            start, count = int(starts[at]), int(starts[at + 1] - starts[at])
+            self._rows, self._first = slice(start, start + min(count, MOST)), int(told.seq_lens[at]) - count
+            self._wants &= count >= LEAST
+            if self._wants and self._device.type == "cuda":
+                taken = len(self._attentions) * sum(x[self._rows].nbytes for x in rows)
+                self._wants = torch.cuda.mem_get_info(self._device)[0] > 2 * taken
         if not self._wants:
             return
         self._parts.append(tuple(x[self._rows].clone() for x in rows))
@@ -113,25 +109,14 @@ class Calibrator:
             copied = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device).record_event()
             self._threads.submit(self._try, self._add, self._first, self._parts, copied)
 
-    def _choose(self, told: Any, *rows: torch.Tensor) -> bool:
-        """Choose the rows to take. Return False for fewer than LEAST, or if the GPU has no memory for the copies."""
-        starts = told.query_start_loc.cpu()
-        counts = starts.diff()
-        at = int(counts.argmax())
-        start, count = int(starts[at]), int(counts[at])
-        self._rows, self._first = slice(start, start + min(count, MOST)), int(told.seq_lens[at]) - count
-        if self._device.type == "cuda" and count >= LEAST:
-            taken = len(self._attentions) * sum(x[self._rows].nbytes for x in rows)
-            return torch.cuda.mem_get_info(self._device)[0] > 2 * taken
-        return count >= LEAST
-
-    def _add(self, first: int, parts: list[Rows], copied: torch.cuda.Event | None) -> None:
-        """Add rows of all layers to the profile. After enough tokens, offer the profile.
-
-        first: position of the first row in the prompt. copied: event after the copies on a GPU.
-        """
+    def _add(self, first: int, parts: list[tuple[torch.Tensor, ...]], copied: torch.cuda.Event | None) -> None:
+        """Add rows of all layers to the profile. After enough tokens, offer the profile. Arguments: see `_take`."""
         if copied is not None:
-            parts = self._fetched(parts, copied)
+            torch.cuda.set_device(self._device)
+            stream = torch.cuda.Stream(self._device)
+            stream.wait_event(copied)
+            with torch.cuda.stream(stream):  # each layer's memory on the GPU is freed at once
+                parts = [tuple(x.cpu() for x in parts.pop(0)) for _ in self._attentions]
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         info, builder = self._info, self._builder
         if builder is None:
@@ -146,13 +131,3 @@ class Calibrator:
             self._is_done, self._builder = True, None
             self._offer(builder.made())
         self._is_busy = False
-
-    def _fetched(self, parts: list[Rows], copied: torch.cuda.Event) -> list[Rows]:
-        """Return the rows in the CPU's memory. Empties `parts`, so that the GPU's memory is freed."""
-        torch.cuda.set_device(self._device)
-        stream, found = torch.cuda.Stream(self._device), []
-        stream.wait_event(copied)
-        with torch.cuda.stream(stream):
-            while parts:
-                found.append(tuple(x.cpu() for x in parts.pop(0)))
-        return found
