@@ -30,13 +30,13 @@ are 0. They fit, because a 0 takes fewer bits than a table's average symbol.
 """
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import ByteArray
+from manthan.codec.cpu.numbers import kernels
 from manthan.codec.errors import DamagedError, SizeError
 from manthan.codec.tables.frequencies import SCALE
 
@@ -60,42 +60,26 @@ Integers = npt.NDArray[np.int16]
 class Rows(NamedTuple):
     """Layout of rows, which a decoder must know.
 
-    components: int64 [rows], count of each row's components.
-    tables: uint8 [sum of components], index of each component's table in the `Coder`.
+    tables: uint8 [rows, components], index of each component's table in the `Coder`.
     tokens, streams: counts in every row.
     """
 
-    components: npt.NDArray[np.int64]
     tables: npt.NDArray[np.uint8]
     tokens: int
     streams: int
 
     @property
     def counts(self) -> np.dtype[np.unsignedinteger]:
-        return _counts(int(self.components[0]) * self.tokens)
+        return _counts(self.tables.shape[1] * self.tokens)
 
     @property
     def front(self) -> int:
-        return len(self.components) * (self.counts.itemsize + 4 * self.streams)
-
-
-class Coded(NamedTuple):
-    """Encoded rows. states: uint32 [rows, streams]. sizes: int64 [rows], count of each row's words. words: uint16."""
-
-    states: npt.NDArray[np.uint32]
-    sizes: npt.NDArray[np.int64]
-    words: npt.NDArray[np.uint16]
+        return len(self.tables) * (self.counts.itemsize + 4 * self.streams)
 
 
 def streams_of(numbers: int) -> int:
     """Number of streams of a row: the least power of 2 with at most 1,024 numbers a stream, but at most 32."""
     return min(STREAMS_MAX, 1 << max(0, (numbers - 1) // STREAM_NUMBERS).bit_length())
-
-
-def bound(expected_nbytes: int) -> int:
-    """Bound of the bytes of a section with `expected_nbytes` expected bytes."""
-    times, of = SLACK
-    return -(-expected_nbytes * times // of)
 
 
 def row_front(numbers: int) -> int:
@@ -127,27 +111,6 @@ class Coder:
         f, c = (np.take_along_axis(x, symbols.astype(np.int64), 1) for x in (wide, before))
         self.decoding = symbols << np.uint32(24) | f << np.uint32(12) | (slots - c)
 
-    def _kernels(self) -> ModuleType:
-        from manthan.codec.cpu import numba_kernels
-
-        return numba_kernels
-
-    def encode(self, numbers: Integers, rows: Rows, most: int) -> Coded | None:
-        """Encode the rows' numbers, row by row. Returns None if they take more than `most` words."""
-        states = np.empty((len(rows.components), rows.streams), np.uint32)
-        sizes = np.empty(len(rows.components), np.int64)
-        words = np.empty(most, np.uint16)
-        first = self._kernels().encode(numbers, *rows, self.encoding, states, sizes, words)
-        return None if first < 0 else Coded(states, sizes, words[first:])
-
-    def decode(self, coded: Coded, rows: Rows) -> Integers:
-        """Decode the rows' numbers. Raises DamagedError for words that no encoder writes."""
-        numbers = np.empty(int(rows.components.sum()) * rows.tokens, np.int16)
-        whole = int(coded.sizes.sum()) == coded.words.size and bool((coded.states >= LOWEST).all())
-        if not whole or not self._kernels().decode(*coded, *rows, self.decoding, numbers):
-            raise DamagedError("entropy-coded numbers do not end where they should: the block is damaged.")
-        return numbers
-
     def write(
         self, numbers: Integers | npt.NDArray[np.float64], rows_of: Callable[[int], Rows], out: ByteArray
     ) -> tuple[int, int]:
@@ -160,17 +123,21 @@ class Coder:
 
         Returns: the number of doublings, and the number of written bytes.
         """
-        short = numbers.dtype == np.int16
-        least = 0 if short else max(0, int(np.frexp(np.abs(numbers).max())[1]) - 15)
+        is_short = numbers.dtype == np.int16
+        least = 0 if is_short else max(0, int(np.frexp(np.abs(numbers).max())[1]) - 15)
         for doublings in range(least, least + MOST_DOUBLINGS + 1):
             rows = rows_of(doublings)
             halved = np.rint(np.ldexp(numbers.astype(np.float64), -doublings)) if doublings else numbers
-            if not short and np.abs(halved).max() > FURTHEST:
+            if not is_short and np.abs(halved).max() > FURTHEST:
                 continue
-            coded = self.encode(halved.astype(np.int16, copy=False), rows, (out.size - rows.front) // 2)
-            if coded is not None:
+            states = np.empty((len(rows.tables), rows.streams), np.uint32)
+            sizes = np.empty(len(rows.tables), np.int64)
+            words = np.empty((out.size - rows.front) // 2 + 2, np.uint16)
+            short = halved.astype(np.int16, copy=False)
+            first = kernels().encode(short, rows.tables, rows.tokens, self.encoding, states, sizes, words)
+            if first >= 0:
                 at = 0
-                for part in (coded.sizes.astype(rows.counts), coded.states.astype("<u4"), coded.words.astype("<u2")):
+                for part in (sizes.astype(rows.counts), states.astype("<u4"), words[first:].astype("<u2")):
                     out[at : at + part.nbytes] = part.ravel().view(np.uint8)
                     at += part.nbytes
                 return doublings, at
@@ -178,11 +145,15 @@ class Coder:
 
     def read(self, encoded: ByteArray, rows: Rows) -> Integers:
         """Return the numbers that `write` wrote, still divided by 2**doublings. Raises SizeError, DamagedError."""
-        count, begin, dtype = len(rows.components), rows.front, rows.counts
+        count, begin, dtype = len(rows.tables), rows.front, rows.counts
         if encoded.size < begin or (encoded.size - begin) % 2:
             raise SizeError(f"{encoded.size} bytes are not {count} rows of rANS: {begin} and words of 2 bytes are.")
         at = count * dtype.itemsize
         sizes = encoded[:at].copy().view(dtype).astype(np.int64)
         states = encoded[at:begin].copy().view("<u4").reshape(count, rows.streams).astype(np.uint32)
         words = encoded[begin:].copy().view("<u2").astype(np.uint16, copy=False)
-        return self.decode(Coded(states, sizes, words), rows)
+        numbers = np.empty(rows.tables.size * rows.tokens, np.int16)
+        whole = int(sizes.sum()) == words.size and bool((states >= LOWEST).all())
+        if not whole or not kernels().decode(states, sizes, words, rows.tables, rows.tokens, self.decoding, numbers):
+            raise DamagedError("entropy-coded numbers do not end where they should: the block is damaged.")
+        return numbers
