@@ -63,18 +63,7 @@ import numpy.typing as npt
 
 from manthan.codec.base import ByteArray, Codec, Dtype, Numbers, Positions, Section, check_head_dim
 from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, fold, kernels
-from manthan.codec.cpu.rans import (
-    MOST_DOUBLINGS,
-    SLACK,
-    START,
-    VERSION,
-    Coder,
-    Integers,
-    Rows,
-    check_front,
-    row_front,
-    streams_of,
-)
+from manthan.codec.cpu.rans import MOST_DOUBLINGS, START, VERSION, Coder, Integers, Rows, check_front, streams_of
 from manthan.codec.errors import DamagedError, NonFiniteError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Floats, Rope
@@ -90,6 +79,8 @@ FINEST = np.float32(2.0**-8)  # least step of a row, as a multiple of the larges
 MOST_STEPS = 8191  # most whole steps k by which a mean is subtracted
 ROW_STEP_END = (127 + 64) << 7
 """Upper bound of a row's step, in bf16 bits, so that nothing overflows before RoPE turns the decoded keys."""
+SLACK = 27, 20
+"""Bound of a section's bytes over its expected bytes, as a fraction: 27 / 20."""
 LIMIT = 40
 LIMIT_BITS = (127 + LIMIT) << 23  # bits of 2**LIMIT as float32
 FIRST_NORMAL = np.float32(2.0**-126)
@@ -181,7 +172,8 @@ class WhtCodec(Codec):
     def expected_nbytes(self, section: Section) -> int:
         parts, numbers = Parts.of(section), section.tokens * section.heads * section.head_dim
         bits = _expected(float(self._key_step if parts.are_keys else self._value_step))
-        return parts.end + section.layers * row_front(numbers) + -(-section.layers * numbers * bits // (8 * UNIT))
+        front = _rows(np.zeros(parts.runs, np.uint8), section, 0).front
+        return parts.end + front + -(-section.layers * numbers * bits // (8 * UNIT))
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: ByteArray) -> int:
         """Raises NonFiniteError, also for magnitudes of 2**LIMIT and more."""

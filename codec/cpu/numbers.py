@@ -53,12 +53,10 @@ def as_floats(x: Numbers, dtype: Dtype = Dtype.BFLOAT16) -> Floats:
         dtype: dtype of the numbers. Only fp8 needs it, because uint8 does not tell which fp8 format.
     """
     if dtype.is_fp8:
-        made: Floats = table(dtype)[x]
-    elif x.dtype == np.uint16:
-        made = (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    else:
-        made = x.astype(np.float32, copy=False)
-    return made
+        return np.take(table(dtype), x)
+    if x.dtype == np.uint16:
+        return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return x.astype(np.float32, copy=False)
 
 
 def as_numbers(x: Floats, dtype: Dtype) -> Numbers:

@@ -24,9 +24,9 @@ stand in the order of decoding. As bytes, little-endian:
 
 A count is u16, or u32 for rows that may have 2**16 words or more.
 
-If a section is larger than its bound, or a number takes more than 16 bits, quantization steps are doubled until the
-section fits. The integers are divided by 2**doublings and rounded, ties to even. After the last doubling all integers
-are 0. They fit, because a 0 takes fewer bits than a table's average symbol.
+If a section is larger than its bound, quantization steps are doubled until the section fits. The integers are divided
+by 2**doublings and rounded, ties to even. After the last doubling all integers are 0. They fit, because a 0 takes fewer
+bits than a table's average symbol.
 """
 
 from collections.abc import Callable
@@ -47,12 +47,10 @@ STREAM_NUMBERS = 1024
 STREAMS_MAX = 32
 WORDS_A_NUMBER = 28 / 16
 """Most words of a number: 12 bits for the escape, and 16 for the number."""
-SLACK = 27, 20
-"""Bound of a section's bytes over its expected bytes, as a fraction: 27 / 20."""
 MOST_DOUBLINGS = 16
 """Doublings after which all 16-bit numbers are 0."""
 FURTHEST = 32767
-"""Largest magnitude of a number that `write` writes."""
+"""Largest magnitude of a number of 16 bits."""
 
 Integers = npt.NDArray[np.int16]
 
@@ -70,25 +68,19 @@ class Rows(NamedTuple):
 
     @property
     def counts(self) -> np.dtype[np.unsignedinteger]:
-        return _counts(self.tables.shape[1] * self.tokens)
+        """Dtype of a row's count of words."""
+        most = self.tables.shape[1] * self.tokens * WORDS_A_NUMBER
+        return np.dtype("<u2" if most < 1 << 16 else "<u4")
 
     @property
     def front(self) -> int:
+        """Bytes ahead of the words."""
         return len(self.tables) * (self.counts.itemsize + 4 * self.streams)
 
 
 def streams_of(numbers: int) -> int:
     """Number of streams of a row: the least power of 2 with at most 1,024 numbers a stream, but at most 32."""
     return min(STREAMS_MAX, 1 << max(0, (numbers - 1) // STREAM_NUMBERS).bit_length())
-
-
-def row_front(numbers: int) -> int:
-    """Bytes ahead of the words for a row of `numbers` numbers."""
-    return _counts(numbers).itemsize + 4 * streams_of(numbers)
-
-
-def _counts(numbers: int) -> np.dtype[np.unsignedinteger]:
-    return np.dtype("<u2" if numbers * WORDS_A_NUMBER < 1 << 16 else "<u4")
 
 
 def check_front(encoded: ByteArray, codec: str, most_doublings: int) -> int:
@@ -111,30 +103,24 @@ class Coder:
         f, c = (np.take_along_axis(x, symbols.astype(np.int64), 1) for x in (wide, before))
         self.decoding = symbols << np.uint32(24) | f << np.uint32(12) | (slots - c)
 
-    def write(
-        self, numbers: Integers | npt.NDArray[np.float64], rows_of: Callable[[int], Rows], out: ByteArray
-    ) -> tuple[int, int]:
+    def write(self, numbers: Integers, rows_of: Callable[[int], Rows], out: ByteArray) -> tuple[int, int]:
         """Write whole numbers into the first bytes of `out`, with the fewest doublings of the steps that fit.
 
         Args:
-            numbers: numbers of all rows, row by row; float64 if some take more than 16 bits.
+            numbers: numbers of all rows, row by row.
             rows_of: returns the layout of the rows for a number of doublings.
             out: uint8. Its size bounds the written bytes.
 
         Returns: the number of doublings, and the number of written bytes.
         """
-        is_short = numbers.dtype == np.int16
-        least = 0 if is_short else max(0, int(np.frexp(np.abs(numbers).max())[1]) - 15)
-        for doublings in range(least, least + MOST_DOUBLINGS + 1):
-            rows = rows_of(doublings)
-            halved = np.rint(np.ldexp(numbers.astype(np.float64), -doublings)) if doublings else numbers
-            if not is_short and np.abs(halved).max() > FURTHEST:
-                continue
+        for doublings in range(MOST_DOUBLINGS + 1):
+            rows, halved = rows_of(doublings), numbers
+            if doublings:
+                halved = np.rint(np.ldexp(numbers.astype(np.float64), -doublings)).astype(np.int16)
             states = np.empty((len(rows.tables), rows.streams), np.uint32)
             sizes = np.empty(len(rows.tables), np.int64)
             words = np.empty((out.size - rows.front) // 2 + 2, np.uint16)
-            short = halved.astype(np.int16, copy=False)
-            first = kernels().encode(short, rows.tables, rows.tokens, self.encoding, states, sizes, words)
+            first = kernels().encode(halved, rows.tables, rows.tokens, self.encoding, states, sizes, words)
             if first >= 0:
                 at = 0
                 for part in (sizes.astype(rows.counts), states.astype("<u4"), words[first:].astype("<u2")):
