@@ -110,17 +110,13 @@ class Section:
     @property
     def vector_kinds(self) -> tuple[Kind, ...]:
         """Kinds of the vectors, in order. Raises ShapeError if there are none."""
+        if self.kind is SectionKind.RAW:
+            raise ShapeError("a section of kind RAW holds no vectors: KEYS, VALUES, BOTH, LATENT do.")
         kinds: dict[SectionKind, tuple[Kind, ...]] = {
-            SectionKind.KEYS: ("key",),
             SectionKind.VALUES: ("value",),
             SectionKind.BOTH: ("key", "value"),
-            SectionKind.LATENT: ("key",),
         }
-        if self.kind not in kinds:
-            raise ShapeError(
-                f"a section of kind {self.kind.name} holds no vectors: {', '.join(k.name for k in kinds)} do."
-            )
-        return kinds[self.kind]
+        return kinds.get(self.kind, ("key",))
 
 
 class Codec(ABC):

@@ -23,7 +23,7 @@ from manthan.codec.cpu.state import STATE_CODECS
 from manthan.codec.errors import CodecError, HeadDimError, ShapeError, SizeError, WireError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.registry import get_codec, needs_profile
-from manthan.codec.wire import BlockHeader, Buffer, EncodedBlock, align16, block_nbytes, head, parse, refined, seal
+from manthan.codec.wire import BlockHeader, Buffer, align16, block_nbytes, head, parse, refined, seal
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,8 @@ class Scales:
         rows = arrays[self.place].reshape(-1)[: layers * tokens * self.stride].reshape(layers, tokens, self.stride)
         found = np.ascontiguousarray(rows[..., : pieces * self.nbytes])
         exponents = found.astype(np.uint32) << np.uint32(23) if self.nbytes == 1 else found
-        scales = exponents.view(np.float32).swapaxes(1, 2)[..., None]
-        made: Floats = np.where(scales > 0, scales, np.float32(1))
-        return made
+        scales: Floats = exponents.view(np.float32).swapaxes(1, 2)[..., None]
+        return np.where(scales > 0, scales, np.float32(1))
 
 
 @dataclass(frozen=True)
@@ -253,9 +252,9 @@ class BlockFormat:
         return max(coded, self._whole_nbytes) if self._may_be_whole(exact) else coded
 
     def expected_nbytes(self, exact: int) -> int:
-        made = sections(self.codec, self.shape, exact)
-        sizes = [self._codecs[section.codec].expected_nbytes(section) for section in made]
-        coded = block_nbytes(self.header(b"", 0, exact), sizes)
+        header = self.header(b"", 0, exact)
+        sizes = [self._codecs[section.codec].expected_nbytes(section) for section in header.sections]
+        coded = block_nbytes(header, sizes)
         return min(coded, self._whole_nbytes) if self._may_be_whole(exact) else coded
 
     def sizes_vary(self, exact: int) -> bool:
@@ -325,9 +324,11 @@ class BlockFormat:
         sizes, refinements = list[int](), list[ByteArray]()
         at = header.nbytes
         for section, limit in zip(header.sections, limits, strict=True):
-            part, positions = _part(numbers, section), _positions(header, section)
+            tokens = slice(section.first_token, section.first_token + section.tokens)
+            parts = [numbers[place][:, :, tokens] for place in _places(section, len(numbers))]
+            part = parts[0] if len(parts) == 1 else np.stack(parts)
             codec, out = self._codec_of(section, numbers), block[at : at + limit]
-            size, bodies = codec.encode_parts(part, section, positions, out)
+            size, bodies = codec.encode_parts(part, section, _positions(header, section), out)
             refinements += bodies
             end = at + align16(size)
             block[at + size : end] = 0
@@ -345,19 +346,11 @@ class BlockFormat:
 
     def decode_shard(self, buf: Buffer, *, key: bytes) -> DecodedShard:
         """Decode a block with any of the model's heads. See `decode`."""
-        block = self._parse(buf, key)
-        self.exact_of(block.header)
-        return DecodedShard(*self._heads_of(block.header), self._decode(block), block.ignored)
-
-    def _parse(self, buf: Buffer, key: bytes) -> EncodedBlock:
-        """Parse a block. Raises WireError, also if bytes follow the base although no codec has refinements."""
         block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
         behind = block.ignored + sum(body.size for body in block.refinements)
         if behind and not any(codec.levels > 1 for codec in self._codecs.values()):
             raise WireError(f"{behind} bytes stand behind a block whose codec {self.codec} has one level.", "trailing")
-        return block
-
-    def _decode(self, block: EncodedBlock) -> tuple[Numbers, ...]:
+        self.exact_of(block.header)
         arrays = self.shape.arrays
         found: list[list[Numbers]] = [[] for _ in arrays]
         for section, encoded in zip(block.header.sections, block.payloads, strict=True):
@@ -367,7 +360,11 @@ class BlockFormat:
             places = _places(section, len(arrays))
             for place, part in zip(places, x if len(places) > 1 else [x], strict=True):
                 found[place].append(part)
-        return tuple(_joined(parts) if parts else np.empty(*array) for parts, array in zip(found, arrays, strict=True))
+        numbers = tuple(
+            (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)) if parts else np.empty(*array)
+            for parts, array in zip(found, arrays, strict=True)
+        )
+        return DecodedShard(*self._heads_of(block.header), numbers, block.ignored)
 
     def _codec_of(self, section: Section, arrays: Sequence[Numbers]) -> Codec:
         """Return the codec of a section. arrays: the block's arrays; the array with scales is complete."""
@@ -415,16 +412,6 @@ def exact_of(found: Sequence[Section]) -> int:
     return runs[0].tokens if runs and runs[0].codec == EXACT else 0
 
 
-def _part(numbers: Sequence[Numbers], section: Section) -> Numbers:
-    tokens = slice(section.first_token, section.first_token + section.tokens)
-    parts = [numbers[place][:, :, tokens] for place in _places(section, len(numbers))]
-    return parts[0] if len(parts) == 1 else np.stack(parts)
-
-
 def _positions(header: BlockHeader, section: Section) -> Positions:
     first = header.first_token + section.first_token
     return np.arange(first, first + section.tokens, dtype=np.int64)
-
-
-def _joined(parts: Sequence[Numbers]) -> Numbers:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)

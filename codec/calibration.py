@@ -8,18 +8,18 @@ give the transform L U, with uncorrelated components. A common step is then best
 "Theoretical foundations of transform coding", 2001). docs/calibration.md tells of profiles without metrics.
 """
 
+import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import Dtype, Positions, Section, SectionKind
 from manthan.codec.cpu.klt import EXACT, LEAST_J, SCALES, KltCodec, features, finest, front, places, shifts_of, written
-from manthan.codec.cpu.numbers import bf16_bits
+from manthan.codec.cpu.numbers import Floats, bf16_bits
 from manthan.codec.errors import ProfileError
 from manthan.codec.profile import Group, Profile, ProfileInfo, rank_heads
 from manthan.codec.tables.frequencies import SHAPES
@@ -42,55 +42,12 @@ EXACT_TOKENS = 64  # tokens of the block for measuring exact blocks
 FEW = 8  # a step is searched, and sizes and errors are measured, with every eighth of the held back tokens
 
 Doubles = npt.NDArray[np.float64]
-Floats = npt.NDArray[np.float32]
-
-
-class _Moments:
-    """Sums and held back rows of a layer's keys, values or latents. A row is a token's numbers.
-
-    are_keys: True for keys, which attention multiplies by queries.
-    """
-
-    def __init__(self, size: int, are_keys: bool) -> None:
-        self.are_keys, self.tokens, self.every = are_keys, 0, 1
-        self.sums = np.zeros(size)
-        self.held = np.zeros((0, size), np.float32)
-        self.weights: Doubles | None = None
-
-    def add(self, x: Floats) -> None:
-        kept = len(x) - len(x) // HELD_BACK
-        self.tokens += kept
-        self.sums += x[:kept].sum(0, np.float64)
-        self.held = np.concatenate([self.held, x[kept :: self.every]])
-        if len(self.held) > SAMPLE:
-            self.held, self.every = self.held[::2], 2 * self.every
-
-    def root(self, at: slice, share: float, covariance: Doubles) -> Doubles:
-        """Return a matrix. Errors of x @ matrix cost the same in all directions, layers, keys and values.
-
-        Args:
-            at: columns of the rows, the numbers x of a group's heads.
-            share: see SHARES.
-            covariance: covariance of x.
-        """
-        if self.weights is not None:
-            weights = self.weights[at, at]
-            mean = float(np.trace(weights)) / len(weights)
-            root, step = np.linalg.cholesky(_evened(weights, EVEN)), mean and mean**-0.5
-        else:
-            metric = _evened(covariance, EVEN_OF_KEYS) if self.are_keys else np.eye(len(covariance))
-            root = np.linalg.cholesky(metric)
-            y = (self.held - self.sums / self.tokens)[:, at] @ root
-            step = share * float(np.sqrt(np.square(y).mean()))
-        made: Doubles = root / (step or 1.0)
-        return made
 
 
 def _evened(weights: Doubles, least: float) -> Doubles:
     """Return weights scaled to a diagonal of 1 on average, with `least` added to each direction."""
     mean = float(np.trace(weights)) / len(weights)
-    made: Doubles = weights / (mean or 1.0) + least * np.eye(len(weights))
-    return made
+    return weights / (mean or 1.0) + least * np.eye(len(weights))
 
 
 class ProfileBuilder:
@@ -103,14 +60,13 @@ class ProfileBuilder:
     def __init__(self, info: ProfileInfo, ranks: int = 1) -> None:
         self._info, count = info, 1 if info.latent else ranks
         self._joints = [_joints(info, rank_heads(info.heads, rank, count)) for rank in range(count)]
-        size = info.heads * info.head_dim
-        kinds = (False,) if info.latent else (True, False)
-        self._layers = [[_Moments(size, are_keys) for are_keys in kinds] for _ in range(info.layers)]
+        self._flat = list(itertools.chain(*self._joints))
+        self._metrics: dict[int, tuple[Doubles, ...]] = {}
 
     @property
     def tokens(self) -> int:
         """Number of tokens added to the layer with the fewest, without held back tokens."""
-        return min(moments[0].tokens for moments in self._layers)
+        return min(joint.tokens for joint in self._flat)
 
     def add(self, layer: int, positions: Positions, *parts: Floats) -> None:
         """Add keys and values of a layer, or latents. A text's first SINKS tokens and non-finite tokens are left out.
@@ -122,21 +78,17 @@ class ProfileBuilder:
         """
         first, *others = parts
         turned_back = first if self._info.rope is None else self._info.rope.turn_back(first, positions)
-        rows = [x.transpose(1, 0, 2).reshape(len(positions), -1) for x in (turned_back, *others)]
-        good = (positions >= SINKS) & np.logical_and.reduce([np.isfinite(x).all(1) for x in rows])
-        for moments, x in zip(self._layers[layer], rows, strict=True):
-            moments.add(x[good])
-        told = [x[positions >= SINKS] for x in rows]
-        for joint in (joint for joints in self._joints for joint in joints if layer in joint.layers):
-            joint.take(layer, [x.reshape(len(x), -1, self._info.head_dim) for x in told])
+        told = [x.transpose(1, 0, 2)[positions >= SINKS] for x in (turned_back, *others)]
+        for joint in self._flat:
+            if layer in joint.layers:
+                joint.take(layer, told)
 
     def weigh(self, layer: int, *metrics: Doubles) -> None:
         """Set a layer's metrics, [heads * head_dim, heads * head_dim]: for keys before RoPE and values, or for latents.
 
         The costs that the metrics of all layers give must have the same unit.
         """
-        for moments, weights in zip(self._layers[layer], metrics, strict=True):
-            moments.weights = weights
+        self._metrics[layer] = metrics
 
     def weigh_tokens(self, energies: Sequence[Doubles]) -> None:
         """Add weights of the tokens of the text that was added last.
@@ -145,7 +97,7 @@ class ProfileBuilder:
 
         energies: for each layer, [tokens], weights of the text's tokens from token SINKS on.
         """
-        for joint in (joint for joints in self._joints for joint in joints):
+        for joint in self._flat:
             joint.weigh(np.sum([energies[layer] for layer in joint.layers], 0))
 
     def finish(self) -> Profile:
@@ -153,25 +105,37 @@ class ProfileBuilder:
         size = self._info.heads * self._info.head_dim
         if self.tokens < size:
             raise ProfileError(f"{self.tokens} tokens do not calibrate {size} numbers: at least as many tokens do.")
-        ranks = [[joint.coded(self._layers) for joint in joints] for joints in self._joints]
-        groups, bits = _stepped(self._info, ranks)
+        for joint in self._flat:
+            joint.code(self._metrics)
+        groups, bits = _stepped(self._info, self._joints)
         return Profile.of(replace(self._info, tokens=self.tokens, bits=bits), groups)
 
 
 class _Joint:
-    """Moments of a group's rows, and sums for the regression from a row to the token's weight.
+    """Sums over a group's rows, for covariances and for the regression from a row to the token's weight.
 
     A group is some layers, or some heads of a layer, encoded together. A row is a token's numbers, [C] as in `Group`.
 
     place: as in `Group`. heads: indices of the rank's heads among the model's heads.
+    tokens: number of rows that are not held back. held: rows held back.
+    group, y, j: set by `code`. The group is without a step. y: components of the rows held back. j: by row; a low j
+        means a great weight, and makes steps finer.
     """
 
+    group: Group
+    y: Floats
+    j: npt.NDArray[np.int64]
+
     def __init__(self, info: ProfileInfo, place: tuple[int, int, int, int], heads: range) -> None:
-        self.place, self.head_dim, self._tokens = place, info.head_dim, 0
-        self.layers = range(place[0], place[0] + place[1])
+        self.place, self.head_dim, self.tokens, self._every = place, info.head_dim, 0, 1
+        self.layers, self._kinds = range(place[0], place[0] + place[1]), len(info.kinds)
         self._heads = slice(heads[place[2]], heads[place[2]] + place[3])
         self._parts: list[Floats] = []
         self._rows: Floats | None = None
+        size = place[1] * self._kinds * place[3] * self.head_dim
+        self.held = np.zeros((0, size), np.float32)
+        self._totals, self._sums, self._products = np.zeros(size), np.zeros(size), np.zeros((size, size))
+        self._told: tuple[Doubles, Doubles] | None = None
 
     def take(self, layer: int, kinds: Sequence[Floats]) -> None:
         """Add keys and values, or latents, [tokens, heads, head_dim] of a layer. Layers of a text come in order."""
@@ -184,14 +148,17 @@ class _Joint:
         good = np.isfinite(rows).all(1)
         self._parts, self._rows = [], rows if good.all() else None
         rows = rows[good]
-        if not self._tokens:
+        if not self.tokens:
             if not len(rows):
                 return
             self.center, self.deviations = rows.mean(0), np.maximum(rows.std(0), 1e-6)
-            self._sums, self._products = np.zeros(rows.shape[1]), np.zeros((rows.shape[1], rows.shape[1]))
-            self._told: tuple[Doubles, Doubles] | None = None
-        kept = rows[: len(rows) - len(rows) // HELD_BACK] - self.center
-        self._tokens += len(kept)
+        count = len(rows) - len(rows) // HELD_BACK
+        self.held = np.concatenate([self.held, rows[count :: self._every]])
+        if len(self.held) > SAMPLE:
+            self.held, self._every = self.held[::2], 2 * self._every
+        kept = rows[:count] - self.center
+        self.tokens += count
+        self._totals += rows[:count].sum(0, np.float64)
         self._sums += kept.sum(0)
         self._products += kept.T @ kept
 
@@ -206,52 +173,50 @@ class _Joint:
         products, sums = self._told or (0.0, 0.0)
         self._told = products + (f.T @ f).astype(np.float64), sums + f.T.astype(np.float64) @ told
 
-    def weigher(self) -> Floats:
+    def _weigher(self) -> Floats:
         """Return coefficients of a ridge regression from a token's features to its j; zeros without weights."""
         if self._told is None:
             return np.zeros(len(self.center) + len(self.center) // self.head_dim + 1, np.float32)
         products, sums = self._told
         ridge = np.diag(np.append(np.full(len(sums) - 1, RIDGE), 1e-6))
-        found = np.linalg.solve(products + ridge, sums)
-        made: Floats = (-3 * EXPONENT / np.log(2) * found).astype(np.float32)
+        made: Floats = (-3 * EXPONENT / np.log(2) * np.linalg.solve(products + ridge, sums)).astype(np.float32)
         return made
 
-    def coded(self, layers: Sequence[Sequence[_Moments]]) -> "_Components":
-        """Return the group's transform, and the group's held back rows."""
-        at = slice(self._heads.start * self.head_dim, self._heads.stop * self.head_dim)
-        moments = [each for layer in self.layers for each in zip(layers[layer], SHARES, strict=False)]
-        mean = self._sums / self._tokens
-        covariance = self._products / self._tokens - np.outer(mean, mean)
-        root, size = np.zeros_like(covariance), len(mean) // len(moments)
-        for n, (each, share) in enumerate(moments):
-            here = slice(n * size, (n + 1) * size)
-            root[here, here] = each.root(at, share, covariance[here, here])
+    def _root(self, metrics: Mapping[int, Sequence[Doubles]], covariance: Doubles) -> Doubles:
+        """Return a matrix. Errors of rows @ matrix cost the same in all directions, layers, keys and values."""
+        root, at = np.zeros_like(covariance), slice(self._heads.start * self.head_dim, self._heads.stop * self.head_dim)
+        for n, (layer, kind) in enumerate(itertools.product(self.layers, range(self._kinds))):
+            here = slice(n * (at.stop - at.start), (n + 1) * (at.stop - at.start))
+            if layer in metrics:
+                weights = metrics[layer][kind][at, at]
+                mean = float(np.trace(weights)) / len(weights)
+                made, step = np.linalg.cholesky(_evened(weights, EVEN)), mean and mean**-0.5
+            else:
+                weights = covariance[here, here]
+                are_keys = self._kinds == 2 and kind == 0  # which attention multiplies by queries
+                made = np.linalg.cholesky(_evened(weights, EVEN_OF_KEYS)) if are_keys else np.eye(len(weights))
+                y = (self.held - self._totals / self.tokens)[:, here] @ made
+                step = SHARES[kind] * float(np.sqrt(np.square(y).mean()))
+            root[here, here] = made / (step or 1.0)
+        return root
+
+    def code(self, metrics: Mapping[int, Sequence[Doubles]]) -> None:
+        """Make the group without a step. metrics: by layer, see `ProfileBuilder.weigh`."""
+        mean = self._sums / self.tokens
+        covariance = self._products / self.tokens - np.outer(mean, mean)
+        root = self._root(metrics, covariance)
         covariance = root.T @ covariance @ root
         directions = np.linalg.eigh(covariance.astype(np.float32))[1][:, ::-1].T.astype(np.float64)
-        least = min(len(each.held) for each, _ in moments)
-        held = np.concatenate([each.held[:least, at] for each, _ in moments], 1)
         inverse = directions @ np.linalg.inv(root)
         scale = np.maximum(np.linalg.norm(inverse, axis=0), 1e-30)
         mean = (self.center + mean).astype(np.float32)
-        y = ((held - mean) @ root).astype(np.float32) @ directions.T.astype(np.float32)
-        group = Group(
+        self.y = ((self.held - mean) @ root).astype(np.float32) @ directions.T.astype(np.float32)
+        self.group = Group(
             *(self.place, self.head_dim, mean, scale.astype(np.float32), (inverse / scale).astype(np.float16)),
-            *(np.zeros(len(mean), np.uint8), self.center, self.deviations, self.weigher()),
+            *(np.zeros(len(mean), np.uint8), self.center, self.deviations, self._weigher()),
             np.zeros(len(mean), np.int8),
         )
-        return _Components(group, held, y, shifts_of(group, held))
-
-
-class _Components(NamedTuple):
-    """Transform of a group, before a step is chosen.
-
-    held: rows held back. y: their components. j: by row; a low j means a great weight, and makes steps finer.
-    """
-
-    group: Group
-    held: Floats
-    y: Floats
-    j: npt.NDArray[np.int64]
+        self.j = shifts_of(self.group, self.held)
 
     def stepped(self, step: float) -> Group:
         """Return the group with `step` as the step of the finest lossy level."""
@@ -277,7 +242,7 @@ def _joints(info: ProfileInfo, heads: range) -> list[_Joint]:
     ]
 
 
-def _stepped(info: ProfileInfo, ranks: Sequence[Sequence[_Components]]) -> tuple[list[list[Group]], tuple[float, ...]]:
+def _stepped(info: ProfileInfo, ranks: Sequence[Sequence[_Joint]]) -> tuple[list[list[Group]], tuple[float, ...]]:
     """Return the groups, with the least step that meets RATIOS if any does, and the bits of a number by level."""
     every = [each for of_rank in ranks for each in of_rank]
     size = sum(each.y.shape[1] for each in every)
@@ -306,7 +271,7 @@ def _stepped(info: ProfileInfo, ranks: Sequence[Sequence[_Components]]) -> tuple
     return made, _bits_exact(info, ranks[0], made[0], bits(step))
 
 
-def _measured(each: _Components, step: float, info: ProfileInfo) -> Group:
+def _measured(each: _Joint, step: float, info: ProfileInfo) -> Group:
     """Return the group with the step, and with `errors` measured at the finest lossy level."""
     group, x, j = each.stepped(step), each.held[::FEW], each.j[::FEW].copy()
     q = finest(each.y[::FEW] / np.float32(step), j)
@@ -319,9 +284,7 @@ def _measured(each: _Components, step: float, info: ProfileInfo) -> Group:
     return replace(group, errors=np.clip(found, -128, 127).astype(np.int8))
 
 
-def _bits_exact(
-    info: ProfileInfo, held: Sequence[_Components], groups: Sequence[Group], bits: Doubles
-) -> tuple[float, ...]:
+def _bits_exact(info: ProfileInfo, held: Sequence[_Joint], groups: Sequence[Group], bits: Doubles) -> tuple[float, ...]:
     """Return `bits` with the bits of exact blocks appended, measured on a rank's held back tokens."""
     told = (*map(float, bits), 16.0)
     profile = Profile.of(replace(info, bits=told), [groups])

@@ -161,12 +161,7 @@ def _distinct(values: Floats) -> NDArray[np.bool_]:
 
 
 def _differ(centred: Floats, whole: Floats) -> NDArray[np.bool_]:
-    """True for heads whose tokens differ.
-
-    Args:
-        centred: numbers less their mean over tokens, [..., tokens, numbers].
-        whole: the numbers, of the same shape.
-    """
+    """True for heads whose tokens differ. centred: numbers less their mean over tokens, [..., tokens, numbers]."""
     energy = np.square(whole, dtype=np.float64).sum(axis=(-1, -2))
     found: NDArray[np.bool_] = np.square(centred, dtype=np.float64).sum(axis=(-1, -2)) > LEAST_SHARE * energy
     return found

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.errors import ProfileError
-from manthan.codec.rope import Rope
+from manthan.codec.rope import Floats, Rope
 from manthan.codec.tables.levels import FALLING
 
 FORMAT = "manthan profile 2"
@@ -36,7 +36,6 @@ GROUP = {
     "errors": np.int8,
 }
 """Data type of each array of a `Group` in the file."""
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +67,7 @@ class Group:
     @property
     def inverse(self) -> Floats:
         """Transform from components, [C, C]."""
-        made: Floats = self.transform.astype(np.float32) * self.scale
-        return made
+        return self.transform.astype(np.float32) * self.scale
 
     def points(self, kinds: int) -> npt.NDArray[np.int64]:
         """Fraction bits of numbers in fixed point, [C]: equal for a layer's keys, and equal for the layer's values."""
@@ -85,8 +83,7 @@ class Group:
             found = np.full(self.transform.shape, np.nan)
         if not np.isfinite(found).all():
             raise ProfileError("the profile holds a transform that cannot be undone: calibrate the model again.")
-        made: Floats = (found / self.scale[:, None]).astype(np.float32)
-        return made
+        return (found / self.scale[:, None]).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -186,7 +183,8 @@ class Profile:
         load = _safetensors().load
         try:
             content = path.read_bytes()
-            metadata = json.loads(_header(content)["manthan"])
+            size = int.from_bytes(content[:8], "little")
+            metadata = json.loads(json.loads(content[8 : 8 + size])["__metadata__"]["manthan"])  # `load` leaves it out
             tensors = load(content)
         except OSError as error:
             raise ProfileError(f"the profile {path} cannot be read: {error.strerror}.") from None
@@ -273,13 +271,6 @@ def _digest(metadata: Mapping[str, Any], tensors: Any) -> str:
         made.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())
         made.update(tensor.tobytes())
     return made.hexdigest()
-
-
-def _header(content: bytes) -> dict[str, str]:
-    """Return the metadata of a safetensors file, which the package's reader of bytes leaves out."""
-    size = int.from_bytes(content[:8], "little")
-    found: dict[str, str] = json.loads(content[8 : 8 + size])["__metadata__"]
-    return found
 
 
 def _safetensors() -> Any:

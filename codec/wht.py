@@ -56,26 +56,14 @@ Magnitudes of 2**LIMIT and more are refused like infinities, so that no sum over
 import itertools
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from types import ModuleType
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import ByteArray, Codec, Dtype, Numbers, Positions, Section, check_head_dim
-from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, fold
-from manthan.codec.cpu.rans import (
-    MOST_DOUBLINGS,
-    START,
-    VERSION,
-    Coder,
-    Integers,
-    Rows,
-    bound,
-    check_front,
-    row_front,
-    streams_of,
-)
+from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, fold, kernels
+from manthan.codec.cpu.rans import MOST_DOUBLINGS, START, VERSION, Coder, Integers, Rows, check_front, streams_of
 from manthan.codec.errors import DamagedError, NonFiniteError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Floats, Rope
@@ -91,6 +79,8 @@ FINEST = np.float32(2.0**-8)  # least step of a row, as a multiple of the larges
 MOST_STEPS = 8191  # most whole steps k by which a mean is subtracted
 ROW_STEP_END = (127 + 64) << 7
 """Upper bound of a row's step, in bf16 bits, so that nothing overflows before RoPE turns the decoded keys."""
+SLACK = 27, 20
+"""Bound of a section's bytes over its expected bytes, as a fraction: 27 / 20."""
 LIMIT = 40
 LIMIT_BITS = (127 + LIMIT) << 23  # bits of 2**LIMIT as float32
 FIRST_NORMAL = np.float32(2.0**-126)
@@ -176,12 +166,14 @@ class WhtCodec(Codec):
         self._rotation = rotation(head_dim)
 
     def max_nbytes(self, section: Section) -> int:
-        return bound(self.expected_nbytes(section))
+        times, of = SLACK
+        return -(-self.expected_nbytes(section) * times // of)
 
     def expected_nbytes(self, section: Section) -> int:
         parts, numbers = Parts.of(section), section.tokens * section.heads * section.head_dim
         bits = _expected(float(self._key_step if parts.are_keys else self._value_step))
-        return parts.end + section.layers * row_front(numbers) + -(-section.layers * numbers * bits // (8 * UNIT))
+        front = _rows(np.zeros(parts.runs, np.uint8), section, 0).front
+        return parts.end + front + -(-section.layers * numbers * bits // (8 * UNIT))
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: ByteArray) -> int:
         """Raises NonFiniteError, also for magnitudes of 2**LIMIT and more."""
@@ -221,13 +213,12 @@ class WhtCodec(Codec):
 
     def _keys(self, x: Numbers, section: Section, positions: Positions, parts: Parts, out: ByteArray) -> Integers:
         """Return the whole numbers q of all runs, [runs, head_dim, tokens]; write the steps and means into `out`."""
-        kernels, bf16 = self._kernels(), x.dtype == np.uint16
+        bf16 = x.dtype == np.uint16
         ordered = np.require(x if self._order is None else x[:, :, self._order], requirements=["C", "A"])
         words = ordered if bf16 else ordered.view(np.uint32)
         cos, sin = self._rope.tables(positions)
-        y, _ = kernels.rotated(
-            kernels.turned_back(words, bf16, cos, -sin), self._rotation.weights, self._rotation.blocks
-        )
+        turned = kernels().turned_back(words, bf16, cos, -sin)
+        y, _ = kernels().rotated(turned, self._rotation.weights, self._rotation.blocks)
         average = _over_tokens(y) * np.float32(1 / section.tokens)
         rounded = bf16_bits(np.abs(average).max(axis=1) * MEAN_INVERSE)
         mean_steps = np.where(rounded < 1 << 7, 0, rounded).astype(np.uint16)
@@ -235,7 +226,7 @@ class WhtCodec(Codec):
         out[parts.steps], out[parts.means] = mean_steps.astype("<u2").view(np.uint8), _pack(code).ravel()
         means = code * as_floats(mean_steps)[:, None]
         left = y - means[:, :, None]
-        total = fold(kernels.products(left, left).reshape(section.layers, -1).T.copy())
+        total = fold(kernels().products(left, left).reshape(section.layers, -1).T.copy())
         numbers = section.heads * section.tokens * section.head_dim
         least = as_floats(mean_steps.reshape(section.layers, -1).max(axis=1)) * FINEST
         deviations = np.sqrt(total * np.float32(1 / numbers))
@@ -246,18 +237,18 @@ class WhtCodec(Codec):
         return _divided(y, steps[:, None, None])
 
     def _values(self, x: Numbers, parts: Parts, out: ByteArray) -> Integers:
-        kernels, floats = self._kernels(), np.require(as_floats(x), requirements=["C", "A"])
-        y, energies = kernels.rotated(floats, self._rotation.weights, self._rotation.blocks)
+        floats = np.require(as_floats(x), requirements=["C", "A"])
+        y, energies = kernels().rotated(floats, self._rotation.weights, self._rotation.blocks)
         steps = np.sqrt(energies) * self._rotation.root * self._value_step
         q = _divided(y.copy(), steps[:, None, :])
-        kept = energies / np.maximum(kernels.products(y, q.astype(np.float32)), FIRST_NORMAL)
+        kept = energies / np.maximum(kernels().products(y, q.astype(np.float32)), FIRST_NORMAL)
         out[parts.scales] = to_bytes(bf16_bits(kept)).ravel()
         return q
 
     def _keys_back(
         self, q: Integers, section: Section, positions: Positions, parts: Parts, encoded: ByteArray, doublings: int
     ) -> Numbers:
-        kernels, mean_steps = self._kernels(), encoded[parts.steps].view("<u2")
+        mean_steps = encoded[parts.steps].view("<u2")
         rounded = encoded[parts.row_steps].view("<u2")
         _check_steps(mean_steps, STEP_END, "mean step")
         _check_steps(rounded, ROW_STEP_END)
@@ -268,11 +259,11 @@ class WhtCodec(Codec):
             q <<= doublings
         q += whole[:, :, None]
         of_tokens = np.ascontiguousarray(np.broadcast_to(steps[:, None], (parts.runs, section.tokens)))
-        x = kernels.unrotated(q, of_tokens, self._rotation.weights, self._rotation.blocks)
+        x = kernels().unrotated(q, of_tokens, self._rotation.weights, self._rotation.blocks)
         dtype = np.uint16 if section.dtype.numpy == np.uint16 else np.float32
         made: Numbers = np.empty(x.shape, dtype)
         words = made if dtype is np.uint16 else made.view(np.uint32)
-        kernels.turned(x, *self._rope.tables(positions), dtype is np.uint16, LARGEST_BF16, words)
+        kernels().turned(x, *self._rope.tables(positions), dtype is np.uint16, LARGEST_BF16, words)
         if self._order is not None:
             ordered, made = made, np.empty_like(made)
             made[:, :, self._order] = ordered
@@ -282,11 +273,11 @@ class WhtCodec(Codec):
         scales = from_bytes(encoded[parts.scales].reshape(parts.runs, 1 + section.tokens))
         _check_steps(scales)
         steps = np.minimum(as_floats(scales) * np.float32(1 << doublings), LARGEST_BF16)
-        x = self._kernels().unrotated(q, steps, self._rotation.weights, self._rotation.blocks)
+        x = kernels().unrotated(q, steps, self._rotation.weights, self._rotation.blocks)
         if section.dtype is Dtype.BFLOAT16:
             made: Numbers = np.empty(x.shape, np.uint16)
             nowhere = NO_ROPE.tables(np.zeros(section.tokens, np.int64))
-            self._kernels().turned(x, *nowhere, True, LARGEST_BF16, made)  # clip, round
+            kernels().turned(x, *nowhere, True, LARGEST_BF16, made)  # clip, round
             return made
         x += np.float32(0)  # no negative zeros
         return as_numbers(x, section.dtype)
@@ -306,20 +297,14 @@ class WhtCodec(Codec):
     def _coder(self) -> Coder:
         return Coder(family())
 
-    def _kernels(self) -> ModuleType:
-        from manthan.codec.cpu import numba_kernels
-
-        return numba_kernels
-
 
 def halves(rope: Rope | None, head_dim: int) -> npt.NDArray[np.int64] | None:
     """Return indices [head_dim] that put first numbers of RoPE's pairs first, then the second; None to move none."""
     if rope is None or not rope.interleaved:
         return None
     numbers, (first, second) = np.arange(head_dim), rope.pairs
-    order: npt.NDArray[np.int64] = np.concatenate(
-        [numbers[first], numbers[second], numbers[2 * len(rope.frequencies) :]]
-    )
+    rest = numbers[2 * len(rope.frequencies) :]
+    order: npt.NDArray[np.int64] = np.concatenate([numbers[first], numbers[second], rest])
     return order
 
 
@@ -357,10 +342,9 @@ def _expected(step: float) -> int:
 def _rows(chosen: ByteArray, section: Section, doublings: int) -> Rows:
     """Return the layout of the rows. chosen: j of each run's table before steps are doubled `doublings` times."""
     size = section.heads * section.head_dim
-    count = len(chosen) // section.heads
-    streams = streams_of(section.tokens * size)
     narrower = np.maximum(chosen.astype(np.int64) - OCTAVE * doublings, 0)
-    return Rows(np.full(count, size, np.int64), np.repeat(TABLES[narrower], section.head_dim), section.tokens, streams)
+    tables = np.repeat(TABLES[narrower], section.head_dim).reshape(-1, size)
+    return Rows(tables, section.tokens, streams_of(section.tokens * size))
 
 
 def _divided(y: Floats, steps: Floats) -> Integers:
@@ -392,9 +376,7 @@ def _pack(code: Floats) -> ByteArray:
 
 def _unpack(planes: ByteArray) -> Floats:
     digits = np.unpackbits(planes, axis=2, bitorder="little")
-    magnitude = np.zeros(digits[:, 0].shape, np.float32)
-    for p in range(1, MEAN_BITS):
-        magnitude = magnitude * np.float32(2) + digits[:, p]
+    magnitude = np.packbits(digits[:, :0:-1], axis=1, bitorder="little")[:, 0].astype(np.float32)
     return np.where(digits[:, 0] > 0, -magnitude, magnitude)
 
 

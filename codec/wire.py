@@ -28,7 +28,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -125,7 +125,17 @@ def starts(header: BlockHeader, sizes: Sequence[int]) -> list[int]:
 
 def head(header: BlockHeader, sizes: Sequence[int]) -> ByteArray:
     """Return the encoded header and entries, uint8 [header.nbytes], with a checksum of zero. Raises HeaderError."""
-    _check(header, sizes)
+    if len(header.key) > KEY_MAX:
+        raise HeaderError(f"the block hash has {len(header.key)} bytes: at most {KEY_MAX} fit.")
+    if len(header.fingerprint) != FINGERPRINT_LEN:
+        raise HeaderError(f"the fingerprint has {len(header.fingerprint)} bytes: it must be {FINGERPRINT_LEN}.")
+    if len(sizes) != len(header.sections) or len(sizes) > SECTIONS_MAX:
+        raise HeaderError(
+            f"{len(header.sections)} sections with {len(sizes)} sizes: each has one, and at most {SECTIONS_MAX} fit."
+        )
+    for section in header.sections:
+        if not section.codec.isascii() or len(section.codec) > CODEC_NAME_MAX:
+            raise HeaderError(f"codec name {section.codec!r} does not fit: at most {CODEC_NAME_MAX} ASCII letters do.")
     h, sections = header, header.sections
     shapes = [(s.first_layer, s.layers, s.heads, s.head_dim, s.first_head, s.first_token, s.tokens) for s in sections]
     place = (block_nbytes(h, sizes), h.first_token, h.group, len(sections), h.tokens)
@@ -159,7 +169,7 @@ def heads(
 
 def seal(block: ByteArray) -> ByteArray:
     """Write the checksum into an otherwise complete block without refinements, uint8. Returns the block."""
-    block[CHECKSUM] = np.frombuffer(_checksum(block), np.uint8)
+    block[CHECKSUM] = np.frombuffer(checksum(block[: CHECKSUM.start], block[CHECKSUM.stop :]), np.uint8)
     return block
 
 
@@ -169,7 +179,7 @@ def refined(block: ByteArray, bodies: Sequence[ByteArray]) -> ByteArray:
     for number, coded in enumerate(bodies, 1):
         body = np.pad(coded, (0, body_nbytes(coded.size) - coded.size))
         front = REFINEMENT.pack(number, body.size, bytes(8))[:8]
-        made += [np.frombuffer(front + _refinement_checksum(block, front, body), np.uint8), body]
+        made += [np.frombuffer(front + _of_refinement(block, front, body), np.uint8), body]
     return np.concatenate(made)
 
 
@@ -201,7 +211,20 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
     """
     data = np.frombuffer(buf, np.uint8)
     data.flags.writeable = False
-    front = _front(data)
+    front = peek(data)
+    of_base = checksum(data[: CHECKSUM.start], data[CHECKSUM.stop : front.nbytes])
+    if front.checksum != int.from_bytes(of_base, "little"):
+        raise WireError(f"the block's checksum is not the {front.checksum:#018x} that its header says.", "checksum")
+    fits = front.head_nbytes == HEADER.size + ENTRY.size * front.sections <= front.nbytes
+    if not fits or front.sections > SECTIONS_MAX or front.key_len > KEY_MAX:
+        raise SizeError(
+            f"a header of {front.head_nbytes} bytes with {front.sections} sections and a block hash of {front.key_len} "
+            "bytes cannot be."
+        )
+    if front.mark > 1:
+        raise SizeError(f"a block cannot have mark {front.mark}: 0 and 1 are all there are.")
+    if front.first_token > PLACE_MAX:
+        raise SizeError(f"a block cannot begin at token {front.first_token} of its session.")
     found = front.key[: front.key_len]
     if data[KEY_AT + front.key_len : HEADER.size].any():
         raise WireError("the header has other bytes than zeros behind the block hash.", "key")
@@ -222,9 +245,9 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
     payloads = (data[at : at + size] for at, size in zip(starts(header, sizes), sizes, strict=True))
     bodies, ends = list[ByteArray](), _ends(data, front.nbytes)
     for at, end in pairwise(ends):
-        *_, checksum = REFINEMENT.unpack_from(data.data, at)
+        *_, expected = REFINEMENT.unpack_from(data.data, at)
         body = data[at + REFINEMENT.size : end]
-        if checksum != _refinement_checksum(data, data[at : at + 8], body):
+        if expected != _of_refinement(data, data[at : at + 8], body):
             break
         bodies.append(body)
     return EncodedBlock(header, tuple(payloads), tuple(bodies), data.size - ends[len(bodies)])
@@ -237,8 +260,7 @@ def split(buf: Buffer) -> list[ByteArray]:
     """
     data, shards = np.frombuffer(buf, np.uint8), list[ByteArray]()
     while data.size:
-        end = int.from_bytes(data[LENGTH].tobytes(), "little")
-        end = _ends(data, end)[-1]
+        end = _ends(data, int.from_bytes(data[LENGTH].tobytes(), "little"))[-1]
         end = end if end and data[end : end + len(MAGIC)].tobytes() == MAGIC else data.size
         shards.append(data[:end])
         data = data[end:]
@@ -289,25 +311,6 @@ FIELD_ENDS = (
 """Causes of refusal for a wrong byte of header or entries. Each covers the bytes up to before its offset."""
 
 
-def _front(data: ByteArray) -> Front:
-    """Return the header of a block after a check of the checksum. Raises WireError."""
-    front = peek(data)
-    data = data[: front.nbytes]
-    if front.checksum != int.from_bytes(_checksum(data), "little"):
-        raise WireError(f"the block's checksum is not the {front.checksum:#018x} that its header says.", "checksum")
-    fits = front.head_nbytes == HEADER.size + ENTRY.size * front.sections <= data.size
-    if not fits or front.sections > SECTIONS_MAX or front.key_len > KEY_MAX:
-        raise SizeError(
-            f"a header of {front.head_nbytes} bytes with {front.sections} sections and a block hash of {front.key_len} "
-            "bytes cannot be."
-        )
-    if front.mark > 1:
-        raise SizeError(f"a block cannot have mark {front.mark}: 0 and 1 are all there are.")
-    if front.first_token > PLACE_MAX:
-        raise SizeError(f"a block cannot begin at token {front.first_token} of its session.")
-    return front
-
-
 def _entry(data: ByteArray, at: int) -> tuple[Section, int]:
     """Return the section of the entry at offset `at`, and the section's length in bytes."""
     kind, dtype, first_layer, layers, n_heads, head_dim, first_head, *others = ENTRY.unpack_from(data.data, at)
@@ -318,20 +321,6 @@ def _entry(data: ByteArray, at: int) -> tuple[Section, int]:
         return Section(SectionKind(kind), codec, *shape, Dtype(dtype), first_layer, first_token, first_head), size
     except ValueError as error:
         raise SizeError(f"a section of kind {kind} and dtype {dtype} in codec {name!r} is unknown ({error}).") from None
-
-
-def _check(header: BlockHeader, sizes: Sequence[int]) -> None:
-    if len(header.key) > KEY_MAX:
-        raise HeaderError(f"the block hash has {len(header.key)} bytes: at most {KEY_MAX} fit.")
-    if len(header.fingerprint) != FINGERPRINT_LEN:
-        raise HeaderError(f"the fingerprint has {len(header.fingerprint)} bytes: it must be {FINGERPRINT_LEN}.")
-    if len(sizes) != len(header.sections) or len(sizes) > SECTIONS_MAX:
-        raise HeaderError(
-            f"{len(header.sections)} sections with {len(sizes)} sizes: each has one, and at most {SECTIONS_MAX} fit."
-        )
-    for section in header.sections:
-        if not section.codec.isascii() or len(section.codec) > CODEC_NAME_MAX:
-            raise HeaderError(f"codec name {section.codec!r} does not fit: at most {CODEC_NAME_MAX} ASCII letters do.")
 
 
 def _ends(data: ByteArray, base: int) -> list[int]:
@@ -346,15 +335,14 @@ def _ends(data: ByteArray, base: int) -> list[int]:
     return ends
 
 
-def _refinement_checksum(block: ByteArray, front: Buffer, body: ByteArray) -> bytes:
-    """Return the xxh3-64 of a refinement of `block`. front: the refinement's first 8 bytes."""
-    digest = xxhash.xxh3_64(block[KEY_AT : HEADER.size].data)
-    for part in (block[FINGERPRINT], front, body):
-        digest.update(np.frombuffer(part, np.uint8).data)
+def checksum(*parts: Any) -> bytes:
+    """Return the xxh3-64, little-endian, of arrays or bytes that follow each other."""
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
     return digest.digest()[::-1]
 
 
-def _checksum(data: ByteArray) -> bytes:
-    digest = xxhash.xxh3_64(data[: CHECKSUM.start].data)
-    digest.update(data[CHECKSUM.stop :].data)
-    return digest.digest()[::-1]
+def _of_refinement(block: ByteArray, front: Buffer, body: ByteArray) -> bytes:
+    """Return the checksum of a refinement of `block`. front: the refinement's first 8 bytes."""
+    return checksum(block[KEY_AT : HEADER.size], block[FINGERPRINT], front, body)

@@ -26,5 +26,4 @@ class ExactCodec(Codec):
         nbytes = self.max_nbytes(section)
         if encoded.size != nbytes:
             raise SizeError(f"{encoded.size} bytes are not {section.shape} in {section.dtype.name}: {nbytes} are.")
-        numbers: Numbers = encoded.view(section.dtype.numpy).reshape(section.shape)
-        return numbers
+        return encoded.view(section.dtype.numpy).reshape(section.shape)

@@ -27,25 +27,24 @@ of frequencies follows from the expected error, in steps of fp8 at the predicted
     rows:             | count of each row's words, u32 | states of each row's streams, u32 | words of all rows, u16 |
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from manthan.codec.base import ByteArray, Codec, Dtype, Numbers, Positions, Section, SectionKind, check_head_dim
-from manthan.codec.cpu.numbers import as_floats, as_numbers, check_finite, fp8_of_ranks, fp8_ranks, fp8_steps
+from manthan.codec.cpu.numbers import as_floats, as_numbers, check_finite, fp8_of_ranks, fp8_ranks, fp8_steps, kernels
 from manthan.codec.cpu.rans import FURTHEST, LOWEST, START, STREAMS_MAX, VERSION, Coded, Coder, Rows, check_front
 from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import LEVELS, Group, Profile
-from manthan.codec.rope import Rope
+from manthan.codec.rope import Floats, Rope
 from manthan.codec.tables import levels
 from manthan.codec.tables.frequencies import DEVIATIONS, OCTAVE, SHAPES, family
-from manthan.codec.wire import LEAST_BODY, body_nbytes
+from manthan.codec.wire import LEAST_BODY, body_nbytes, checksum
 
 EXACT = len(levels.STEPS)
 """Level of an exact block."""
@@ -66,7 +65,6 @@ FP8_SHAPE, FP8_WIDER, FP8_FIRST = SHAPES.index(1.4), 1, round(-OCTAVE * float(np
 """For distances of fp8 numbers: shape of the tables, third octaves by which fp8's rounding widens the expected errors,
 and index of a shape's table whose deviation is one step."""
 
-Floats = npt.NDArray[np.float32]
 Whole = npt.NDArray[np.int64]
 
 
@@ -194,7 +192,7 @@ class KltCodec(Codec):
             return self._exactly(refinements[-1], told, j, k, section, positions)
         rows = [np.empty((tokens, g.mean.size), np.float32) for g in self._groups]
         for g, of, row in zip(self._groups, told, rows, strict=True):
-            _kernels().product(of, g.transform.view(np.uint16), g.scale / np.float32(levels.FINE * 256), g.mean, row)
+            kernels().product(of, g.transform.view(np.uint16), g.scale / np.float32(levels.FINE * 256), g.mean, row)
         x = self.ungrouped(rows)
         if self._rope is not None:
             x[:, 0] = self._rope.turn(x[:, 0], positions)
@@ -240,8 +238,8 @@ class KltCodec(Codec):
         for n, (g, by) in enumerate(zip(self._groups, j, strict=True)):
             out, states = np.empty((g.mean.size, tokens), dtype), np.stack([states[n] for _, states, _ in parts])
             of_words = begins[:, n].copy(), ends[:, n].copy(), words
-            tables, numbers = (_base().decoding, levels.edges()), _numbers(len(bodies) - 1, by, k)
-            _check_end(_kernels().read_levels(g.tables, by, *tables, states, *of_words, *numbers, out))
+            tables, numbers = (_coder(levels.base).decoding, levels.edges()), _numbers(len(bodies) - 1, by, k)
+            _check_end(kernels().read_levels(g.tables, by, *tables, states, *of_words, *numbers, out))
             made.append(out)
         return made
 
@@ -311,21 +309,20 @@ class KltCodec(Codec):
         rows = _fp8_rows(bits, arguments, section.dtype) if section.dtype.is_fp8 else _bf16_rows(bits, arguments)
         if rows is None:
             return raw
-        coded: ByteArray = np.concatenate([np.frombuffer(b"\1\0\0\0" + _checksum(bits), np.uint8), _joined(rows)])
+        coded: ByteArray = np.concatenate([np.frombuffer(b"\1\0\0\0" + checksum(bits), np.uint8), _joined(rows)])
         return min(coded, raw, key=len)
 
     def _exactly(
         self, body: ByteArray, told: Sequence[Any], j: Sequence[Whole], k: int, section: Section, positions: Positions
     ) -> Numbers:
         if body[:START].tolist() == [0, 0, 0, 0] and body.size == body_nbytes(self._raw(section)):
-            made: Numbers = body[START : self._raw(section)].copy().view(section.dtype.numpy).reshape(section.shape)
-            return made
+            return body[START : self._raw(section)].copy().view(section.dtype.numpy).reshape(section.shape)
         near = self._near(told, positions)
         if body[:START].tolist() != [1, 0, 0, 0] or near is None or not _is_coded(section.dtype):
             raise DamagedError(f"the last refinement begins with {body[:START].tobytes().hex()}, which cannot be.")
         parts, arguments = _parted(body[START + 8 :], [streams_of(of.size) for of in near]), self._arguments(near, j, k)
         bits = _fp8_of(parts, arguments, section.dtype) if section.dtype.is_fp8 else _bf16_of(parts, arguments)
-        if body[START : START + 8].tobytes() != _checksum(bits):
+        if body[START : START + 8].tobytes() != checksum(bits):
             raise DamagedError("exact numbers are not those that were encoded.")
         return _sections(bits.reshape(self._shape[0], self._shape[1], -1, *bits.shape[-2:]), section)
 
@@ -345,7 +342,7 @@ def _bf16_rows(bits: Any, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[An
     made = []
     for of, given in zip(bits, arguments, strict=True):
         states, words = np.empty(streams_of(of.size), np.uint32), np.empty(5 * of.size, np.uint16)
-        at = _kernels().write_exact(of, *given, _cells().encoding, states, words)
+        at = kernels().write_exact(of, *given, _coder(levels.cells).encoding, states, words)
         if at < 0:
             return None
         made.append((states, words[at:]))
@@ -357,7 +354,7 @@ def _bf16_of(parts: tuple[Any, list[Any], Any], arguments: Sequence[tuple[Any, .
     sizes, states, words = parts
     bits = np.empty((len(arguments), *arguments[0][0].shape), np.uint16)
     for of, given, *part in zip(bits, arguments, states, np.split(words, np.cumsum(sizes)[:-1]), strict=True):
-        _check_end(_kernels().read_exact(of, *given, _cells().decoding, *part))
+        _check_end(kernels().read_exact(of, *given, _coder(levels.cells).decoding, *part))
     return bits
 
 
@@ -365,7 +362,7 @@ def _fp8_rows(bits: Any, arguments: Sequence[tuple[Any, ...]], dtype: Dtype) -> 
     """Return states and words of each layer's fp8 numbers. See `_bf16_rows`."""
     expected, rows = _expected_fp8(arguments, dtype)
     distances = (fp8_ranks(bits) - expected).astype(np.int16).ravel()
-    coded = _distances().encode(distances, rows, 2 * distances.size)
+    coded = _coder(family).encode(distances, rows, 2 * distances.size)
     assert coded is not None  # a number takes two words at most
     return list(zip(coded.states, np.split(coded.words, np.cumsum(coded.sizes)[:-1]), strict=True))
 
@@ -374,7 +371,7 @@ def _fp8_of(parts: tuple[Any, list[Any], Any], arguments: Sequence[tuple[Any, ..
     """Undo `_fp8_rows`. Raises DamagedError. parts: see `_parted`."""
     sizes, states, words = parts
     expected, rows = _expected_fp8(arguments, dtype)
-    distances = _distances().decode(Coded(np.array(states), sizes, words), rows)
+    distances = _coder(family).decode(Coded(np.array(states), sizes, words), rows)
     return fp8_of_ranks(expected + distances.reshape(expected.shape))
 
 
@@ -425,7 +422,7 @@ def finest(y: Any, shifts: Whole) -> Any:
 def places(group: Group, q: Any, j: Whole, k: int, level: int) -> Any:
     """Return the decoded components at a level, float64 [C, tokens], in 1 / (256 * FINE) of the step at j + k = 0."""
     made = np.empty(q.shape)
-    _kernels().places(q, group.tables, j, *_numbers(level, j, k), made)
+    kernels().places(q, group.tables, j, *_numbers(level, j, k), made)
     return made
 
 
@@ -442,15 +439,14 @@ def written(groups: Sequence[Group], q: Sequence[Any], j: Sequence[Whole], level
     made = []
     for g, of, by in zip(groups, q, j, strict=True):
         states, words = np.empty(streams_of(of.size), np.uint32), np.empty(2 * of.size, np.uint16)
-        tables = _base().encoding, levels.parts()[max(level - 1, 0)]
-        made.append((states, words[_kernels().write_level(of, g.tables, by, level, *tables, states, words) :]))
+        tables = _coder(levels.base).encoding, levels.parts()[max(level - 1, 0)]
+        made.append((states, words[kernels().write_level(of, g.tables, by, level, *tables, states, words) :]))
     return _joined(made)
 
 
 def _sections(x: Any, section: Section) -> Numbers:
     """Return numbers [layers, kinds, heads, tokens, head_dim] in the section's order."""
-    made: Numbers = np.ascontiguousarray(x.swapaxes(0, 1)).reshape(section.shape)
-    return made
+    return np.ascontiguousarray(x.swapaxes(0, 1)).reshape(section.shape)
 
 
 def front(groups: Sequence[Group], tokens: int) -> int:
@@ -485,32 +481,11 @@ def _parted(body: ByteArray, streams: Sequence[int]) -> tuple[Any, list[Any], An
     return sizes, np.split(states, np.cumsum(streams)[:-1]), words[:end].astype(np.uint16, copy=False)
 
 
-def _checksum(bits: Any) -> bytes:
-    """xxh3-64 of bf16 or fp8 numbers [layers, vectors, tokens, head_dim], little-endian."""
-    return xxhash.xxh3_64(bits.data).digest()[::-1]
-
-
 def _check_end(good: bool) -> None:
     if not good:
         raise DamagedError("entropy-coded numbers do not end where they should: the block is damaged.")
 
 
 @cache
-def _base() -> Coder:
-    return Coder(levels.base())
-
-
-@cache
-def _distances() -> Coder:
-    return Coder(family())
-
-
-@cache
-def _cells() -> Coder:
-    return Coder(levels.cells())
-
-
-def _kernels() -> Any:
-    from manthan.codec.cpu import numba_kernels
-
-    return numba_kernels
+def _coder(frequencies: Callable[[], npt.NDArray[np.uint16]]) -> Coder:
+    return Coder(frequencies())

@@ -64,106 +64,96 @@ def _in(dtype: Any, dimensions: int) -> Any:
     return types.Array(dtype, dimensions, "C", readonly=True)
 
 
-ROWS = _in(int64, 1), _in(uint8, 1), int64, int64
+ROWS = _in(uint8, 2), int64
 ROTATION = _in(float32, 1), _in(int64, 1)
 TURNS = _in(float32, 2), _in(float32, 2)
 MATRICES = float32[:, :, ::1]
 
 
+@jit()
+def _push(x: Any, f: Any, c: Any, words: Array, at: int) -> Any:
+    """Put a symbol onto a state. f, c: its frequency, and the sum of the frequencies before. Returns the state and the
+    index of the first word so far.
+    """
+    if x >> np.uint32(20) >= f:
+        at -= 1
+        words[at] = np.uint16(x & np.uint32(0xFFFF))
+        x >>= np.uint32(16)
+    whole = x // f
+    return (whole << np.uint32(12)) + c + (x - whole * f), at
+
+
+@jit()
+def _push_symbol(x: Any, value: Any, table: Array, words: Array, at: int) -> Any:
+    """Put a whole number of 16 bits onto a state, by a table of 256 symbols. Returns as `_push`."""
+    symbol = value + LARGEST if -LARGEST <= value <= LARGEST else ESCAPE
+    if table[symbol] & np.uint32(0xFFFF) == 0:
+        symbol = ESCAPE
+    if symbol == ESCAPE:
+        at -= 1
+        words[at] = np.uint16(value & 0xFFFF)
+    return _push(x, table[symbol] & np.uint32(0xFFFF), table[symbol] >> np.uint32(16), words, at)
+
+
+@jit()
+def _pull(x: Any, table: Array, words: Array, at: int) -> Any:
+    """Take a whole number from a state by a table for decoding. Returns it, the state, and the next word's index."""
+    entry = table[x & MASK]
+    x = (entry >> np.uint32(12) & MASK) * (x >> np.uint32(12)) + (entry & MASK)
+    if x < LOWEST:
+        x = x << np.uint32(16) | np.uint32(words[at] if at < len(words) else 0)
+        at += 1
+    value = np.int64(entry >> np.uint32(24)) - LARGEST
+    if value == ESCAPE - LARGEST:
+        value = np.int64(np.int16(words[at] if at < len(words) else 0))
+        at += 1
+    return value, x, at
+
+
 @jit(int64(_in(int16, 1), *ROWS, _in(uint32, 2), uint32[:, ::1], int64[::1], uint16[::1]))
 def encode(
-    numbers: Array,
-    components: Array,
-    tables: Array,
-    tokens: int,
-    streams: int,
-    encoding: Array,
-    states: Array,
-    sizes: Array,
-    words: Array,
+    numbers: Array, tables: Array, tokens: int, encoding: Array, states: Array, sizes: Array, words: Array
 ) -> int:
-    """Fill states, sizes and the end of words. Returns the index of the first word, or -1 if there is no room."""
-    at, number, component = len(words), len(numbers), len(tables)
-    for row in range(len(components) - 1, -1, -1):
-        end, state = at, states[row]
+    """Fill states, sizes and the end of words. Returns the index of the first word, or -1 if there is no room.
+
+    Because a number takes two words at most, and room is tested behind each, the first two words are spare.
+    """
+    at, number, streams = len(words), len(numbers), states.shape[1]
+    for row in range(len(tables) - 1, -1, -1):
+        end, state, place = at, states[row], tables.shape[1] * tokens
         state[:] = LOWEST
-        place = components[row] * tokens
-        for _ in range(components[row]):
-            component -= 1
-            table = encoding[tables[component]]
+        for component in range(tables.shape[1] - 1, -1, -1):
+            table = encoding[tables[row, component]]
             for _ in range(tokens):
                 number -= 1
                 place -= 1
-                value = np.int64(numbers[number])
-                symbol = value + LARGEST if -LARGEST <= value <= LARGEST else ESCAPE
-                if table[symbol] & np.uint32(0xFFFF) == 0:
-                    symbol = ESCAPE
-                f, c = table[symbol] & np.uint32(0xFFFF), table[symbol] >> np.uint32(16)
                 stream = place & (streams - 1)
-                x = state[stream]
-                full = x >> np.uint32(20) >= f
-                if at < np.int64(full) + np.int64(symbol == ESCAPE):
+                state[stream], at = _push_symbol(state[stream], np.int64(numbers[number]), table, words, at)
+                if at < 2:
                     return -1
-                if symbol == ESCAPE:
-                    at -= 1
-                    words[at] = np.uint16(value & 0xFFFF)
-                if full:
-                    at -= 1
-                    words[at] = np.uint16(x & np.uint32(0xFFFF))
-                    x >>= np.uint32(16)
-                whole = x // f
-                state[stream] = (whole << np.uint32(12)) + c + (x - whole * f)
         sizes[row] = end - at
     return at
 
 
 @jit(boolean(_in(uint32, 2), _in(int64, 1), _in(uint16, 1), *ROWS, _in(uint32, 2), int16[::1]))
 def decode(
-    states: Array,
-    sizes: Array,
-    words: Array,
-    components: Array,
-    tables: Array,
-    tokens: int,
-    streams: int,
-    decoding: Array,
-    numbers: Array,
+    states: Array, sizes: Array, words: Array, tables: Array, tokens: int, decoding: Array, numbers: Array
 ) -> bool:
     """Fill numbers. Returns True if all words were used, and all states ended as an encoder's begin: LOWEST."""
-    at, number, component = 0, 0, 0
+    at, number, streams = 0, 0, states.shape[1]
     state = np.empty(streams, np.uint32)
-    for row in range(len(components)):
+    for row in range(len(tables)):
         end, place = at + sizes[row], 0
         state[:] = states[row]
-        for _ in range(components[row]):
-            table = decoding[tables[component]]
-            component += 1
+        for component in range(tables.shape[1]):
+            table = decoding[tables[row, component]]
             for _ in range(tokens):
                 stream = place & (streams - 1)
                 place += 1
-                x = state[stream]
-                entry = table[x & MASK]
-                x = (entry >> np.uint32(12) & MASK) * (x >> np.uint32(12)) + (entry & MASK)
-                if x < LOWEST:
-                    if at >= end:
-                        return False
-                    x = x << np.uint32(16) | np.uint32(words[at])
-                    at += 1
-                state[stream] = x
-                symbol = np.int64(entry >> np.uint32(24))
-                if symbol == ESCAPE:
-                    if at >= end:
-                        return False
-                    numbers[number] = np.int16(words[at])
-                    at += 1
-                else:
-                    numbers[number] = np.int16(symbol - LARGEST)
+                numbers[number], state[stream], at = _pull(state[stream], table, words, at)
                 number += 1
-        if at != end:
+        if at != end or (state != LOWEST).any():
             return False
-        for stream in range(streams):
-            if state[stream] != LOWEST:
-                return False
     return True
 
 
@@ -353,31 +343,6 @@ def _table(table: Any, shift: Any) -> Any:
     return table // WIDTHS * WIDTHS + min(max(table % WIDTHS - shift, 0), WIDTHS - 1)
 
 
-@jit()
-def _push(x: Any, f: Any, c: Any, words: Array, at: int) -> Any:
-    """Put a symbol onto a state. f, c: its frequency, and the sum of the frequencies before. Returns the state and the
-    index of the first word so far.
-    """
-    if x >> np.uint32(20) >= f:
-        at -= 1
-        words[at] = np.uint16(x & np.uint32(0xFFFF))
-        x >>= np.uint32(16)
-    whole = x // f
-    return (whole << np.uint32(12)) + c + (x - whole * f), at
-
-
-@jit()
-def _push_symbol(x: Any, value: int, table: Array, words: Array, at: int) -> Any:
-    """Put a whole number of 16 bits onto a state, by a table of 256 symbols. Returns as `_push`."""
-    symbol = value + LARGEST if -LARGEST <= value <= LARGEST else ESCAPE
-    if table[symbol] & np.uint32(0xFFFF) == 0:
-        symbol = ESCAPE
-    if symbol == ESCAPE:
-        at -= 1
-        words[at] = np.uint16(value & 0xFFFF)
-    return _push(x, table[symbol] & np.uint32(0xFFFF), table[symbol] >> np.uint32(16), words, at)
-
-
 @jit(
     int64(_in(int16, 2), _in(uint8, 1), _in(int64, 1), int64, _in(uint32, 2), _in(uint32, 3), uint32[::1], uint16[::1])
 )
@@ -410,12 +375,6 @@ def write_level(
                     before += likely[part]
                 states[stream], at = _push(states[stream], likely[told + 1], before, words, at)
     return at
-
-
-@jit()
-def _place(value: Any, table: Any, fine: int, centres: Array, scale: Any) -> Any:
-    place = (abs(value) * fine + np.int64(centres[table, min(abs(value), 3)])) * scale
-    return -place if value < 0 else place
 
 
 @jit(
@@ -514,7 +473,9 @@ def places(q: Array, tables: Array, shifts: Array, fine: int, centres: Array, sc
     for component in range(q.shape[0]):
         for token in range(q.shape[1]):
             table = _table(np.int64(tables[component]), shifts[token])
-            out[component, token] = _place(np.int64(q[component, token]), table, fine, centres, scales[token])
+            value: Any = np.int64(q[component, token])
+            place = (abs(value) * fine + np.int64(centres[table, min(abs(value), 3)])) * scales[token]
+            out[component, token] = -place if value < 0 else place
 
 
 @jit(
@@ -625,21 +586,6 @@ def write_exact(
                     x, at = _push_symbol(x, size - point + 126 - exponent, cells[FALLING], words, at)
                 states[stream], at = _push_symbol(x, told, cells[table], words, at)
     return at
-
-
-@jit()
-def _pull(x: Any, table: Array, words: Array, at: int) -> Any:
-    """Take a whole number from a state by a table for decoding. Returns it, the state, and the next word's index."""
-    entry = table[x & MASK]
-    x = (entry >> np.uint32(12) & MASK) * (x >> np.uint32(12)) + (entry & MASK)
-    if x < LOWEST:
-        x = x << np.uint32(16) | np.uint32(words[at] if at < len(words) else 0)
-        at += 1
-    value = np.int64(entry >> np.uint32(24)) - LARGEST
-    if value == ESCAPE - LARGEST:
-        value = np.int64(np.int16(words[at] if at < len(words) else 0))
-        at += 1
-    return value, x, at
 
 
 @jit(boolean(uint16[:, :, ::1], *EXACT, uint32[::1], _in(uint16, 1)))

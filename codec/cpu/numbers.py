@@ -7,6 +7,7 @@ are the exponent. A number with exponent 0 is zero or subnormal.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,13 @@ class Fp8:
 FORMS = {Dtype.FLOAT8_E4M3: Fp8(3, 127 - 6, 448.0), Dtype.FLOAT8_E5M2: Fp8(2, 127 - 14, 57344.0)}
 
 
+def kernels() -> Any:
+    """Return the module of numba's kernels. It is imported where it is used, because numba takes long to import."""
+    from manthan.codec.cpu import numba_kernels
+
+    return numba_kernels
+
+
 def as_floats(x: Numbers, dtype: Dtype = Dtype.BFLOAT16) -> Floats:
     """Return the numbers as float32. The conversion is exact.
 
@@ -45,18 +53,22 @@ def as_floats(x: Numbers, dtype: Dtype = Dtype.BFLOAT16) -> Floats:
         dtype: dtype of the numbers. Only fp8 needs it, because uint8 does not tell which fp8 format.
     """
     if dtype.is_fp8:
-        made: Floats = table(dtype)[x]
-    elif x.dtype == np.uint16:
-        made = (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    else:
-        made = x.astype(np.float32, copy=False)
-    return made
+        return np.take(table(dtype), x)
+    if x.dtype == np.uint16:
+        return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return x.astype(np.float32, copy=False)
 
 
 def as_numbers(x: Floats, dtype: Dtype) -> Numbers:
     """Clip to a dtype's range, and round to its nearest numbers, ties to even. May overwrite x."""
     if dtype.is_fp8:
-        return _as_fp8(x, FORMS[dtype])
+        form = FORMS[dtype]
+        size = np.minimum(np.abs(x), np.float32(form.largest))
+        exponent = np.maximum(size.view(np.uint32) >> 23, form.least)
+        unit = ((exponent - form.mantissa) << 23).astype(np.uint32).view(np.float32)
+        whole = np.rint(size / unit).astype(np.uint32)  # up to twice 2**mantissa, which carries into the exponent
+        code = ((exponent - form.least) << form.mantissa) + whole
+        return np.asarray(code | np.signbit(x) * np.uint32(SIGN), np.uint8)
     np.clip(x, -LARGEST[dtype], LARGEST[dtype], out=x)
     if dtype is Dtype.BFLOAT16:
         return bf16_bits(x)
@@ -102,16 +114,6 @@ def table(dtype: Dtype) -> Floats:
     both: Floats = np.concatenate([made, -made]).astype(np.float32)
     both.flags.writeable = False
     return both
-
-
-def _as_fp8(x: Floats, form: Fp8) -> Numbers:
-    size = np.minimum(np.abs(x), np.float32(form.largest))
-    exponent = np.maximum(size.view(np.uint32) >> 23, form.least)
-    unit = ((exponent - form.mantissa) << 23).astype(np.uint32).view(np.float32)
-    whole = np.rint(size / unit).astype(np.uint32)  # up to twice 2**mantissa, which carries into the exponent
-    code = ((exponent - form.least) << form.mantissa) + whole
-    made: Numbers = (code | np.signbit(x) * np.uint32(SIGN)).astype(np.uint8)
-    return made
 
 
 def fp8_ranks(code: Numbers) -> npt.NDArray[np.int64]:

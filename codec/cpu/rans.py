@@ -24,19 +24,19 @@ stand in the order of decoding. As bytes, little-endian:
 
 A count is u16, or u32 for rows that may have 2**16 words or more.
 
-If a section is larger than its bound, or a number takes more than 16 bits, quantization steps are doubled until the
-section fits. The integers are divided by 2**doublings and rounded, ties to even. After the last doubling all integers
-are 0. They fit, because a 0 takes fewer bits than a table's average symbol.
+If a section is larger than its bound, quantization steps are doubled until the section fits. The integers are divided
+by 2**doublings and rounded, ties to even. After the last doubling all integers are 0. They fit, because a 0 takes fewer
+bits than a table's average symbol.
 """
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import ByteArray
+from manthan.codec.cpu.numbers import kernels
 from manthan.codec.errors import DamagedError, SizeError
 from manthan.codec.tables.frequencies import SCALE
 
@@ -47,12 +47,10 @@ STREAM_NUMBERS = 1024
 STREAMS_MAX = 32
 WORDS_A_NUMBER = 28 / 16
 """Most words of a number: 12 bits for the escape, and 16 for the number."""
-SLACK = 27, 20
-"""Bound of a section's bytes over its expected bytes, as a fraction: 27 / 20."""
 MOST_DOUBLINGS = 16
 """Doublings after which all 16-bit numbers are 0."""
 FURTHEST = 32767
-"""Largest magnitude of a number that `write` writes."""
+"""Largest magnitude of a number of 16 bits."""
 
 Integers = npt.NDArray[np.int16]
 
@@ -60,51 +58,29 @@ Integers = npt.NDArray[np.int16]
 class Rows(NamedTuple):
     """Layout of rows, which a decoder must know.
 
-    components: int64 [rows], count of each row's components.
-    tables: uint8 [sum of components], index of each component's table in the `Coder`.
+    tables: uint8 [rows, components], index of each component's table in the `Coder`.
     tokens, streams: counts in every row.
     """
 
-    components: npt.NDArray[np.int64]
     tables: npt.NDArray[np.uint8]
     tokens: int
     streams: int
 
     @property
     def counts(self) -> np.dtype[np.unsignedinteger]:
-        return _counts(int(self.components[0]) * self.tokens)
+        """Dtype of a row's count of words."""
+        most = self.tables.shape[1] * self.tokens * WORDS_A_NUMBER
+        return np.dtype("<u2" if most < 1 << 16 else "<u4")
 
     @property
     def front(self) -> int:
-        return len(self.components) * (self.counts.itemsize + 4 * self.streams)
-
-
-class Coded(NamedTuple):
-    """Encoded rows. states: uint32 [rows, streams]. sizes: int64 [rows], count of each row's words. words: uint16."""
-
-    states: npt.NDArray[np.uint32]
-    sizes: npt.NDArray[np.int64]
-    words: npt.NDArray[np.uint16]
+        """Bytes ahead of the words."""
+        return len(self.tables) * (self.counts.itemsize + 4 * self.streams)
 
 
 def streams_of(numbers: int) -> int:
     """Number of streams of a row: the least power of 2 with at most 1,024 numbers a stream, but at most 32."""
     return min(STREAMS_MAX, 1 << max(0, (numbers - 1) // STREAM_NUMBERS).bit_length())
-
-
-def bound(expected_nbytes: int) -> int:
-    """Bound of the bytes of a section with `expected_nbytes` expected bytes."""
-    times, of = SLACK
-    return -(-expected_nbytes * times // of)
-
-
-def row_front(numbers: int) -> int:
-    """Bytes ahead of the words for a row of `numbers` numbers."""
-    return _counts(numbers).itemsize + 4 * streams_of(numbers)
-
-
-def _counts(numbers: int) -> np.dtype[np.unsignedinteger]:
-    return np.dtype("<u2" if numbers * WORDS_A_NUMBER < 1 << 16 else "<u4")
 
 
 def check_front(encoded: ByteArray, codec: str, most_doublings: int) -> int:
@@ -127,50 +103,27 @@ class Coder:
         f, c = (np.take_along_axis(x, symbols.astype(np.int64), 1) for x in (wide, before))
         self.decoding = symbols << np.uint32(24) | f << np.uint32(12) | (slots - c)
 
-    def _kernels(self) -> ModuleType:
-        from manthan.codec.cpu import numba_kernels
-
-        return numba_kernels
-
-    def encode(self, numbers: Integers, rows: Rows, most: int) -> Coded | None:
-        """Encode the rows' numbers, row by row. Returns None if they take more than `most` words."""
-        states = np.empty((len(rows.components), rows.streams), np.uint32)
-        sizes = np.empty(len(rows.components), np.int64)
-        words = np.empty(most, np.uint16)
-        first = self._kernels().encode(numbers, *rows, self.encoding, states, sizes, words)
-        return None if first < 0 else Coded(states, sizes, words[first:])
-
-    def decode(self, coded: Coded, rows: Rows) -> Integers:
-        """Decode the rows' numbers. Raises DamagedError for words that no encoder writes."""
-        numbers = np.empty(int(rows.components.sum()) * rows.tokens, np.int16)
-        whole = int(coded.sizes.sum()) == coded.words.size and bool((coded.states >= LOWEST).all())
-        if not whole or not self._kernels().decode(*coded, *rows, self.decoding, numbers):
-            raise DamagedError("entropy-coded numbers do not end where they should: the block is damaged.")
-        return numbers
-
-    def write(
-        self, numbers: Integers | npt.NDArray[np.float64], rows_of: Callable[[int], Rows], out: ByteArray
-    ) -> tuple[int, int]:
+    def write(self, numbers: Integers, rows_of: Callable[[int], Rows], out: ByteArray) -> tuple[int, int]:
         """Write whole numbers into the first bytes of `out`, with the fewest doublings of the steps that fit.
 
         Args:
-            numbers: numbers of all rows, row by row; float64 if some take more than 16 bits.
+            numbers: numbers of all rows, row by row.
             rows_of: returns the layout of the rows for a number of doublings.
             out: uint8. Its size bounds the written bytes.
 
         Returns: the number of doublings, and the number of written bytes.
         """
-        short = numbers.dtype == np.int16
-        least = 0 if short else max(0, int(np.frexp(np.abs(numbers).max())[1]) - 15)
-        for doublings in range(least, least + MOST_DOUBLINGS + 1):
-            rows = rows_of(doublings)
-            halved = np.rint(np.ldexp(numbers.astype(np.float64), -doublings)) if doublings else numbers
-            if not short and np.abs(halved).max() > FURTHEST:
-                continue
-            coded = self.encode(halved.astype(np.int16, copy=False), rows, (out.size - rows.front) // 2)
-            if coded is not None:
+        for doublings in range(MOST_DOUBLINGS + 1):
+            rows, halved = rows_of(doublings), numbers
+            if doublings:
+                halved = np.rint(np.ldexp(numbers.astype(np.float64), -doublings)).astype(np.int16)
+            states = np.empty((len(rows.tables), rows.streams), np.uint32)
+            sizes = np.empty(len(rows.tables), np.int64)
+            words = np.empty((out.size - rows.front) // 2 + 2, np.uint16)
+            first = kernels().encode(halved, rows.tables, rows.tokens, self.encoding, states, sizes, words)
+            if first >= 0:
                 at = 0
-                for part in (coded.sizes.astype(rows.counts), coded.states.astype("<u4"), coded.words.astype("<u2")):
+                for part in (sizes.astype(rows.counts), states.astype("<u4"), words[first:].astype("<u2")):
                     out[at : at + part.nbytes] = part.ravel().view(np.uint8)
                     at += part.nbytes
                 return doublings, at
@@ -178,11 +131,15 @@ class Coder:
 
     def read(self, encoded: ByteArray, rows: Rows) -> Integers:
         """Return the numbers that `write` wrote, still divided by 2**doublings. Raises SizeError, DamagedError."""
-        count, begin, dtype = len(rows.components), rows.front, rows.counts
+        count, begin, dtype = len(rows.tables), rows.front, rows.counts
         if encoded.size < begin or (encoded.size - begin) % 2:
             raise SizeError(f"{encoded.size} bytes are not {count} rows of rANS: {begin} and words of 2 bytes are.")
         at = count * dtype.itemsize
         sizes = encoded[:at].copy().view(dtype).astype(np.int64)
         states = encoded[at:begin].copy().view("<u4").reshape(count, rows.streams).astype(np.uint32)
         words = encoded[begin:].copy().view("<u2").astype(np.uint16, copy=False)
-        return self.decode(Coded(states, sizes, words), rows)
+        numbers = np.empty(rows.tables.size * rows.tokens, np.int16)
+        whole = int(sizes.sum()) == words.size and bool((states >= LOWEST).all())
+        if not whole or not kernels().decode(states, sizes, words, rows.tables, rows.tokens, self.decoding, numbers):
+            raise DamagedError("entropy-coded numbers do not end where they should: the block is damaged.")
+        return numbers

@@ -36,19 +36,16 @@ def family() -> npt.NDArray[np.uint16]:
     return made
 
 
-def costs(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
-    """Return the bits of each number, [tables, 256]. Numbers without a frequency cost an escape and 16 bits."""
+def expected(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
+    """Return the expected bits of a number with the table's distribution, in units of 1 / UNIT bit, [tables].
+
+    A number without a frequency costs an escape and 16 bits.
+    """
     with np.errstate(divide="ignore"):
         bits = np.log2(SCALE) - np.log2(frequencies.astype(np.float64))
-    escape = bits[:, -1:] + 16
-    bits[:, -1:] = escape
-    return np.where(np.isinf(bits), escape, bits)
-
-
-def expected(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
-    """Return the expected bits of a number with the table's distribution, in units of 1 / UNIT bit, [tables]."""
-    bits = (costs(frequencies) * (frequencies / SCALE)).sum(1)
-    found: npt.NDArray[np.int64] = np.rint(bits * UNIT).astype(np.int64)
+    bits[:, -1] += 16
+    bits = np.where(np.isinf(bits), bits[:, -1:], bits)
+    found: npt.NDArray[np.int64] = np.rint((bits * (frequencies / SCALE)).sum(1) * UNIT).astype(np.int64)
     return found
 
 
@@ -68,19 +65,15 @@ def _masses(density: npt.NDArray[np.float64], deviation: float) -> npt.NDArray[n
     points = np.linspace(0, 24 * deviation, len(density))
     right = np.bincount(np.minimum(np.rint(points), LARGEST + 1).astype(np.int64), density, LARGEST + 2)
     right[0] *= 2
-    both: npt.NDArray[np.float64] = np.concatenate([right[LARGEST:0:-1], right[: LARGEST + 1]])
+    both = np.concatenate([right[LARGEST:0:-1], right[: LARGEST + 1]])
     shares: npt.NDArray[np.float64] = both / (2 * right.sum() - right[0])
     return shares
 
 
 def _density(shape: float) -> npt.NDArray[np.float64]:
     """Return the density, not normalized, at points from 0 to 24 standard deviations."""
-    density: npt.NDArray[np.float64] = np.exp(-((np.linspace(0, 24, 400_001) * _root(shape)) ** shape))
-    return density
-
-
-def _root(shape: float) -> float:
-    """Return the standard deviation of a number with a density proportional to exp(-|x|**shape)."""
     x = np.linspace(0, 60 ** (1 / shape), 400_001)
-    density = np.exp(-(x**shape))
-    return float(np.sqrt((density * x * x).sum() / density.sum()))
+    density: npt.NDArray[np.float64] = np.exp(-(x**shape))
+    deviation = np.sqrt((density * x * x).sum() / density.sum())
+    density = np.exp(-((np.linspace(0, 24, 400_001) * deviation) ** shape))
+    return density

@@ -37,18 +37,13 @@ def block_sizes(head_dim: int) -> tuple[int, ...]:
     return tuple(1 << k for k in reversed(range(head_dim.bit_length())) if head_dim >> k & 1)
 
 
-def weights(head_dim: int) -> npt.NDArray[np.float32]:
-    """Return the sign of each element divided by the square root of the element's block size, [head_dim] float32.
-
-    To rotate, multiply by the weights, then transform each block. To rotate back, transform first.
-    """
-    scale = np.concatenate([np.full(size, size**-0.5) for size in block_sizes(head_dim)])
-    signs = np.array([sign(i) for i in range(head_dim)])
-    return np.asarray(scale * signs, np.float32)
-
-
 class Rotation(NamedTuple):
-    """Constants of a head size. weights, blocks: see `weights`, `block_sizes`. root: 1 / sqrt(head_dim)."""
+    """Constants of a head size. To rotate, multiply by the weights, then transform each block. To rotate back, reverse.
+
+    weights: sign of each element divided by the square root of the element's block size, [head_dim].
+    blocks: see `block_sizes`.
+    root: 1 / sqrt(head_dim).
+    """
 
     weights: npt.NDArray[np.float32]
     blocks: npt.NDArray[np.int64]
@@ -58,7 +53,9 @@ class Rotation(NamedTuple):
 @lru_cache
 def rotation(head_dim: int) -> Rotation:
     """Return the constants of a head size. The arrays are read-only."""
-    made = Rotation(weights(head_dim), np.array(block_sizes(head_dim), np.int64), np.float32(1 / math.sqrt(head_dim)))
+    sizes = block_sizes(head_dim)
+    weights = np.concatenate([np.full(size, size**-0.5) for size in sizes]) * [sign(i) for i in range(head_dim)]
+    made = Rotation(weights.astype(np.float32), np.array(sizes, np.int64), np.float32(1 / math.sqrt(head_dim)))
     for array in made[:2]:
         array.flags.writeable = False
     return made

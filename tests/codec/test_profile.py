@@ -196,7 +196,7 @@ def test_a_few_tokens_are_held_back_however_many_come():
     keys, values, _ = profiles.kv(4000, rope=None)
     for turn in range(8):
         builder.add(0, np.arange(4 + 4000 * turn, 4004 + 4000 * turn), keys[0], values[0])
-        assert SAMPLE / 4 < len(builder._layers[0][0].held) <= SAMPLE
+        assert SAMPLE / 4 < len(builder._joints[0][0].held) <= SAMPLE
     assert builder.tokens == 8 * 3200
     assert len(builder.finish().info.bits) == len(levels.STEPS) + 1
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from device_blocks import IDS, KEYS, TARGETS, World, rope_of
 
-from manthan.codec import registry
-from manthan.codec.cpu import rans
+from manthan.codec import registry, wht
 from manthan.codec.errors import CodecError
 from manthan.codec.gpu import wht_codec
 from manthan.codec.gpu.paged import DTYPES, GOOD
@@ -97,7 +96,7 @@ def fine(monkeypatch: pytest.MonkeyPatch) -> None:
     fine = WhtPreset(NAME, 0.05, 0.05)
     monkeypatch.setitem(PRESETS, NAME, fine)
     monkeypatch.setitem(registry.PRESETS, NAME, fine)
-    monkeypatch.setattr(rans, "SLACK", (1, 2))
+    monkeypatch.setattr(wht, "SLACK", (1, 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

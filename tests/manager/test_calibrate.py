@@ -101,12 +101,11 @@ def test_a_profile_of_latents_is_made_by_what_errors_do_to_predictions(tmp_path)
     made = builder.finish()
     assert made.info.kinds == ("keys",)
     assert sum(group.mean.size for group in made.groups) == LATENT * LAYERS
-    [moments] = builder._layers[0]
-    assert moments.weights is not None
-    assert np.allclose(moments.weights, moments.weights.T)
-    assert np.trace(moments.weights) > 0
+    [weights] = builder._metrics[0]
+    assert np.allclose(weights, weights.T)
+    assert np.trace(weights) > 0
     # behind an RMS norm with weights of GAIN over the root of 512, which make_latent_model leaves at 1
-    energy = np.square(moments.held).sum(1).mean()
+    energy = np.square(builder._joints[0][0].held[:, :LATENT]).sum(1).mean()
     assert energy == pytest.approx(LATENT, rel=0.05)
 
 
