@@ -23,6 +23,7 @@ of frequencies follows from the expected error, in steps of fp8 at the predicted
     base:             | version u8, 1 | k u8 | 2 zero bytes | j + 8 of groups and tokens, 4 bits each | rows of groups |
     refinement:       | rows of groups |
     last refinement:  | 1, 3 zero bytes | xxh3-64 of the numbers u64 | rows of layers |
+                      or, for fp8:  | 1, 3 zero bytes | xxh3-64 u64 | count of bytes u32 | rows as in `rans` |
                       or, for other dtypes, or if that fails or takes more bytes:  | 4 zero bytes | numbers |
     rows:             | count of each row's words, u32 | states of each row's streams, u32 | words of all rows, u16 |
 """
@@ -37,7 +38,7 @@ import numpy.typing as npt
 
 from manthan.codec.base import ByteArray, Codec, Dtype, Numbers, Positions, Section, SectionKind, check_head_dim
 from manthan.codec.cpu.numbers import as_floats, as_numbers, check_finite, fp8_of_ranks, fp8_ranks, fp8_steps, kernels
-from manthan.codec.cpu.rans import FURTHEST, LOWEST, START, STREAMS_MAX, VERSION, Coded, Coder, Rows, check_front
+from manthan.codec.cpu.rans import FURTHEST, LOWEST, START, STREAMS_MAX, VERSION, Coder, Rows, check_front
 from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import LEVELS, Group, Profile
@@ -309,7 +310,7 @@ class KltCodec(Codec):
         rows = _fp8_rows(bits, arguments, section.dtype) if section.dtype.is_fp8 else _bf16_rows(bits, arguments)
         if rows is None:
             return raw
-        coded: ByteArray = np.concatenate([np.frombuffer(b"\1\0\0\0" + checksum(bits), np.uint8), _joined(rows)])
+        coded: ByteArray = np.concatenate([np.frombuffer(b"\1\0\0\0" + checksum(bits), np.uint8), rows])
         return min(coded, raw, key=len)
 
     def _exactly(
@@ -320,8 +321,8 @@ class KltCodec(Codec):
         near = self._near(told, positions)
         if body[:START].tolist() != [1, 0, 0, 0] or near is None or not _is_coded(section.dtype):
             raise DamagedError(f"the last refinement begins with {body[:START].tobytes().hex()}, which cannot be.")
-        parts, arguments = _parted(body[START + 8 :], [streams_of(of.size) for of in near]), self._arguments(near, j, k)
-        bits = _fp8_of(parts, arguments, section.dtype) if section.dtype.is_fp8 else _bf16_of(parts, arguments)
+        rows, arguments = body[START + 8 :], self._arguments(near, j, k)
+        bits = _fp8_of(rows, arguments, section.dtype) if section.dtype.is_fp8 else _bf16_of(rows, arguments)
         if body[START : START + 8].tobytes() != checksum(bits):
             raise DamagedError("exact numbers are not those that were encoded.")
         return _sections(bits.reshape(self._shape[0], self._shape[1], -1, *bits.shape[-2:]), section)
@@ -332,8 +333,8 @@ def _is_coded(dtype: Dtype) -> bool:
     return dtype is Dtype.BFLOAT16 or dtype.is_fp8
 
 
-def _bf16_rows(bits: Any, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[Any, Any]] | None:
-    """Return states and words of each layer's bf16 numbers; None if a number is too far from its prediction.
+def _bf16_rows(bits: Any, arguments: Sequence[tuple[Any, ...]]) -> ByteArray | None:
+    """Return each layer's row of bf16 numbers; None if a number is too far from its prediction.
 
     Args:
         bits: [layers, vectors, tokens, head_dim].
@@ -346,32 +347,33 @@ def _bf16_rows(bits: Any, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[An
         if at < 0:
             return None
         made.append((states, words[at:]))
-    return made
+    return _joined(made)
 
 
-def _bf16_of(parts: tuple[Any, list[Any], Any], arguments: Sequence[tuple[Any, ...]]) -> Any:
-    """Undo `_bf16_rows`. Raises DamagedError. parts: see `_parted`."""
-    sizes, states, words = parts
+def _bf16_of(rows: ByteArray, arguments: Sequence[tuple[Any, ...]]) -> Any:
+    """Undo `_bf16_rows`. Raises SizeError, DamagedError."""
     bits = np.empty((len(arguments), *arguments[0][0].shape), np.uint16)
+    sizes, states, words = _parted(rows, [streams_of(of.size) for of in bits])
     for of, given, *part in zip(bits, arguments, states, np.split(words, np.cumsum(sizes)[:-1]), strict=True):
         _check_end(kernels().read_exact(of, *given, _coder(levels.cells).decoding, *part))
     return bits
 
 
-def _fp8_rows(bits: Any, arguments: Sequence[tuple[Any, ...]], dtype: Dtype) -> list[tuple[Any, Any]]:
-    """Return states and words of each layer's fp8 numbers. See `_bf16_rows`."""
+def _fp8_rows(bits: Any, arguments: Sequence[tuple[Any, ...]], dtype: Dtype) -> ByteArray:
+    """Return the count of bytes that follow, u32, and rows of `Coder`. See `_bf16_rows`."""
     expected, rows = _expected_fp8(arguments, dtype)
+    out = np.empty(4 + rows.front + 4 * bits.size, np.uint8)  # a number takes two words at most
     distances = (fp8_ranks(bits) - expected).astype(np.int16).ravel()
-    coded = _coder(family).encode(distances, rows, 2 * distances.size)
-    assert coded is not None  # a number takes two words at most
-    return list(zip(coded.states, np.split(coded.words, np.cumsum(coded.sizes)[:-1]), strict=True))
+    _, nbytes = _coder(family).write(distances, lambda _: rows, out[4:])
+    out[:4] = np.array([nbytes], "<u4").view(np.uint8)
+    return out[: 4 + nbytes]
 
 
-def _fp8_of(parts: tuple[Any, list[Any], Any], arguments: Sequence[tuple[Any, ...]], dtype: Dtype) -> Any:
-    """Undo `_fp8_rows`. Raises DamagedError. parts: see `_parted`."""
-    sizes, states, words = parts
-    expected, rows = _expected_fp8(arguments, dtype)
-    distances = _coder(family).decode(Coded(np.array(states), sizes, words), rows)
+def _fp8_of(rows: ByteArray, arguments: Sequence[tuple[Any, ...]], dtype: Dtype) -> Any:
+    """Undo `_fp8_rows`. Raises SizeError, DamagedError."""
+    expected, layout = _expected_fp8(arguments, dtype)
+    nbytes = int.from_bytes(rows[:4].tobytes(), "little")
+    distances = _coder(family).read(rows[4 : 4 + nbytes], layout)
     return fp8_of_ranks(expected + distances.reshape(expected.shape))
 
 
@@ -385,9 +387,7 @@ def _expected_fp8(arguments: Sequence[tuple[Any, ...]], dtype: Dtype) -> tuple[W
     expected = as_numbers(np.ldexp(near.astype(np.float64), -points).astype(np.float32), dtype)
     thirds = errors[:, :, None] + shifts[..., None] - OCTAVE * (fp8_steps(expected, dtype) + points)
     tables = np.clip(thirds + FP8_WIDER + FP8_FIRST, 0, len(DEVIATIONS) - 1) + FP8_SHAPE * len(DEVIATIONS)
-    size = near[0].size
-    rows = Rows(np.full(len(near), size, np.int64), tables.astype(np.uint8).ravel(), 1, streams_of(size))
-    return fp8_ranks(expected), rows
+    return fp8_ranks(expected), Rows(tables.astype(np.uint8).reshape(len(near), -1), 1, streams_of(near[0].size))
 
 
 def features(x: Floats, group: Any, head_dim: int) -> Floats:
