@@ -131,7 +131,8 @@ def _one_rank() -> Iterator[None]:
 
 def _without_quantization(config: Any) -> Any:
     """Return a model's configuration without its quantization, because few kinds of quantization run without a GPU."""
-    for each in (config, getattr(config, "text_config", None)):
+    parts: list[Any] = [config, getattr(config, "text_config", None)]
+    for each in parts:
         if hasattr(each, "quantization_config"):
             del each.quantization_config
     return config
