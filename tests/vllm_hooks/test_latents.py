@@ -172,7 +172,7 @@ def test_index_keys_come_back_with_latents_out_of_one_block(coded: dict[str, Any
     assert found["zeros"]["answer"] != found["cold"]["answer"]
 
 
-@pytest.mark.parametrize("index", [False, True])
+@pytest.mark.parametrize("index", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_layers_that_cannot_be_probed_are_bytes(index: bool, tmp_path: Path) -> None:
     """With their index. The scheduler hears of it, too."""
     job = {
@@ -230,6 +230,7 @@ def test_a_profile_of_latents_is_used_if_it_is_named(tmp_path: Path, monkeypatch
         settled(name="klt-8x", profile=str(path))
 
 
+@pytest.mark.slow
 def test_a_session_returns_by_way_of_a_profile(coded: dict[str, Any], tmp_path: Path) -> None:
     """The profile is its own model's. Its blocks are smaller than the finest codec's, and the noise is bounded."""
     folder, path = tmp_path / "model", tmp_path / "p"
