@@ -362,6 +362,7 @@ def test_a_request_that_the_pool_has_no_room_for_lets_others_pass(returns: dict[
     assert len(returns["without_room"]["answers"]) == 3
 
 
+@pytest.mark.slow
 def test_a_longer_bound_lets_returns_pass_for_longer() -> None:
     found = served(["late"], "fcfs", "returns", is_async=True, admission_s=2 * BOUND_S)
     assert found["late"]["admitted"] == ["back", *FIRSTS]
