@@ -140,10 +140,20 @@ class Codec(ABC):
 
     @abstractmethod
     def max_nbytes(self, section: Section) -> int:
-        """Return the most bytes of an encoded section, refinements included; the exact number if not `varies`."""
+        """Return the most bytes of an encoded section, refinements included; the exact number if not `varies`.
+
+        Args:
+            section: shape, kind and dtype of the numbers.
+
+        Raises: SizeError for a section that the codec was not made for.
+        """
 
     def expected_nbytes(self, section: Section) -> int:
-        """Return the bytes of a typical encoded section, refinements included, at most `max_nbytes`."""
+        """Return the bytes of a typical encoded section, refinements included, at most `max_nbytes`.
+
+        Args:
+            section: see `max_nbytes`.
+        """
         return self.max_nbytes(section)
 
     @abstractmethod
@@ -152,6 +162,8 @@ class Codec(ABC):
 
         Args:
             x: numbers of the section's `shape` and dtype. Keys are those of the cache, after RoPE.
+            section: shape, kind and dtype of `x`.
+            positions: int64 [tokens], position of each token in its session.
             out: uint8 [`max_nbytes`].
 
         Raises: CodecError, such as NonFiniteError, for numbers that cannot be encoded.
@@ -159,7 +171,11 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, encoded: ByteArray, section: Section, positions: Positions) -> Numbers:
-        """Return the numbers, of the section's `shape` and dtype. encoded: exactly the bytes that `encode` wrote.
+        """Return the numbers, of the section's `shape` and dtype.
+
+        Args:
+            encoded: uint8, exactly the bytes that `encode` wrote.
+            section, positions: as for `encode`.
 
         Raises: SizeError for an impossible length; another CodecError for damaged bytes.
         """
@@ -167,11 +183,24 @@ class Codec(ABC):
     def encode_parts(
         self, x: Numbers, section: Section, positions: Positions, out: ByteArray
     ) -> tuple[int, list[ByteArray]]:
-        """Encode the base like `encode`. Return its number of bytes, and each refinement's bytes, coarsest first."""
+        """Encode the base like `encode`. Return its number of bytes, and each refinement's bytes, coarsest first.
+
+        Args:
+            x, section, positions, out: as for `encode`. Refinements are not written into `out`.
+
+        Raises: see `encode`.
+        """
         return self.encode(x, section, positions, out), []
 
     def decode_parts(
         self, encoded: ByteArray, refinements: Sequence[ByteArray], section: Section, positions: Positions
     ) -> Numbers:
-        """Decode the base and `refinements`, coarsest first. The last refinements are missing if the block was cut."""
+        """Decode the base and refinements. Return the numbers as `decode` does.
+
+        Args:
+            encoded, section, positions: as for `decode`.
+            refinements: uint8 each, coarsest first. The last ones are missing if the block was cut.
+
+        Raises: see `decode`.
+        """
         return self.decode(encoded, section, positions)

@@ -84,14 +84,26 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def forget(self, session_id: str) -> None:
-        """Take out a session for another reason than `evicted`, such as a release by its client. Ignore unknown ids."""
+        """Take out a session for another reason than `evicted`, such as a release by its client.
+
+        Args:
+            session_id: id of the session; unknown ids are ignored.
+        """
 
     def evicted(self, session_id: str) -> None:
-        """Take out a session that lost all compressed blocks because `victims` named it. The session may come back."""
+        """Take out a session that lost all compressed blocks because `victims` named it. The session may come back.
+
+        Args:
+            session_id: id of the session.
+        """
         self.forget(session_id)
 
     def superseded(self, session_id: str) -> None:  # noqa: B027 most policies need not know
-        """Take note that another session continued from the middle of this session, as after an edited message."""
+        """Take note that another session continued from the middle of this session, as after an edited message.
+
+        Args:
+            session_id: id of the session that is left behind.
+        """
 
     @abstractmethod
     def victims(self) -> Iterator[str]:
@@ -124,7 +136,11 @@ class RankedPolicy(EvictionPolicy):
 
     @abstractmethod
     def rank(self, session: SessionView) -> float:
-        """Return the number of a session that was just used: any float but NaN."""
+        """Return the number of a session that was just used: any float but NaN.
+
+        Args:
+            session: see `used`.
+        """
 
     def used(self, session: SessionView) -> None:
         self._ranking.set(session.session_id, self.rank(session))

@@ -1,9 +1,14 @@
 """The check of words: `.ci/words.py` passes here, and fails for bad prose."""
 
+import importlib
+import inspect
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / ".ci" / "words.py"
@@ -87,3 +92,34 @@ def test_odd_beginnings_and_fillers_fail_above_their_bounds(tmp_path):
     assert any("begin with a pronoun" in line for line in faults(tmp_path, odd))
     fillers = '"""Return those blocks that it has, or others."""\n'
     assert any("pronouns and fillers" in line for line in faults(tmp_path, fillers))
+
+
+EXTENSIONS = [
+    "manthan.codec.base:Codec",
+    "manthan.codec.registry:Preset",
+    "manthan.codec.registry:get_codec",
+    "manthan.policies.base:EvictionPolicy",
+    "manthan.policies.base:RankedPolicy",
+    "manthan.manager.tiers.tier:Tier",
+    "manthan.manager.tiers.tier:part_ends",
+    "manthan.vllm_hooks.transfer_config:kv_transfer_config",
+]
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_what_other_packages_call_or_define_says_all_its_arguments(extension: str):
+    """A method without a docstring has that of the class which it extends."""
+    module, _, name = extension.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    public = {name: found}
+    if inspect.isclass(found):
+        public = {name: of for name, of in vars(found).items() if name[0] != "_" and hasattr(of, "__doc__")}
+    for name, of in public.items():
+        function = inspect.unwrap(getattr(of, "__func__", of))
+        if not inspect.isfunction(function) or not (said := inspect.getdoc(function)):
+            continue
+        told = said.partition("Args:")[2]
+        wanted = set(inspect.signature(function).parameters) - {"self", "cls"}
+        assert not (missing := {each for each in wanted if not re.search(rf"\b{each}\b", told)}), (name, missing)
+        is_plain = inspect.signature(function).return_annotation in (None, "None", inspect.Signature.empty)
+        assert is_plain or re.match(r"(Return|Yield|Encode|Decode|Store|True if|Make)", said), name

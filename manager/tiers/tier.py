@@ -23,6 +23,9 @@ def part_ends(buf: Buffer) -> tuple[int, ...]:
 
     The first part is the base, decodable alone. Each further part is a refinement, which makes the decoded KV finer.
     A sealed or damaged block counts as a single part.
+
+    Args:
+        buf: uint8, a whole compressed block.
     """
     try:
         return tuple(wire.part_ends(buf))
@@ -58,6 +61,7 @@ class Tier(ABC):
         """Store blocks. Each replaces the stored block with the same group and hash, if there is one.
 
         Args:
+            group: See the class.
             blocks: Bytes by block hash. The caller does not change them until the call ends.
             tenant: Owner of the blocks. A sealing tier encrypts with the tenant's key.
 
@@ -72,12 +76,17 @@ class Tier(ABC):
         decoder checks each block.
 
         Args:
+            group, keys: See the class.
             tenant: Tenant that asks. A sealing tier decrypts this tenant's blocks only.
         """
 
     @abstractmethod
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the hashes in `keys` of blocks that are surely absent; empty if the medium does not answer."""
+        """Return the hashes of blocks that are surely absent; empty if the medium does not answer.
+
+        Args:
+            group, keys: See the class.
+        """
 
     @abstractmethod
     def drop(self, group: int, keys: Iterable[bytes]) -> None:
@@ -86,13 +95,20 @@ class Tier(ABC):
         In a tier of a single engine, the blocks are absent from now on. The tier erases the bytes soon, on a thread,
         and before it uses the room again. A tier that engines share (Redis) keeps the blocks, because other engines may
         need them. `redis_sessions.DELETED` has the causes of drops for which blocks are deleted there, too.
+
+        Args:
+            group, keys: See the class.
         """
 
     def trim(self, group: int, keys: Iterable[bytes], parts: int) -> None:  # noqa: B027 not all can
-        """Cut blocks to their first `parts` parts; see `part_ends`. Do nothing if `can_trim` is False.
+        """Cut blocks to their first parts; see `part_ends`. Do nothing if `can_trim` is False.
 
-        Blocks with at most `parts` parts, and unknown hashes, are ignored. The cut-off parts are absent from now on,
-        and are erased like a dropped block. A `read` of the blocks that runs during the call may find nothing.
+        Blocks with fewer parts, and unknown hashes, are ignored. The cut-off parts are absent from now on, and are
+        erased like a dropped block. A `read` of the blocks that runs during the call may find nothing.
+
+        Args:
+            group, keys: See the class.
+            parts: Number of parts that stay, at least 1.
         """
 
     @abstractmethod
@@ -111,12 +127,19 @@ class Tier(ABC):
 
     @abstractmethod
     def room(self, nbytes: int) -> int:
-        """Return the bytes that a block of `nbytes` bytes takes of the budget."""
+        """Return the bytes that a block takes of the budget.
+
+        Args:
+            nbytes: Bytes of the compressed block.
+        """
 
     def rooms(self, buf: Buffer) -> list[int]:
         """Return the bytes of the budget taken by a block's first part, by its first two parts, and so on to all.
 
         If `can_trim` is False, return only the bytes taken by all parts.
+
+        Args:
+            buf: uint8, a whole compressed block.
         """
         return [self.room(end) for end in (part_ends(buf) if self.can_trim else (buf.nbytes,))]
 
