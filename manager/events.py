@@ -48,12 +48,12 @@ class Evicted(Event, frozen=True, tag=True, array_like=True):
 
     session_id: str
     blocks: int  # number of blocks of the main KV cache group, whose block hashes make up the session
-    beside: int  # number of blocks of further KV cache groups at the session's resume points
+    at_points: int  # number of blocks of further KV cache groups at the session's resume points
     tokens: int  # number of tokens in `blocks`
-    pool_nbytes: int  # bytes that `blocks` and `beside` take in the pool
+    pool_nbytes: int  # bytes that `blocks` and `at_points` take in the pool
     stored: int  # number of blocks saved since the last request began; the others were saved before
     stored_nbytes: int  # bytes of the `stored` compressed blocks
-    cold_nbytes: int  # bytes of the compressed blocks of `blocks` and `beside`
+    cold_nbytes: int  # bytes of the compressed blocks of `blocks` and `at_points`
     exact: int  # number of these `blocks` in which some tokens are kept exact
     idle_s: float  # seconds from the last request's end to the begin of saving
     took_s: float  # seconds from the begin of saving to its end
@@ -66,7 +66,7 @@ class Restored(Event, frozen=True, tag=True, array_like=True):
     session_id: str
     blocks: int  # number of blocks of the main KV cache group to load
     good: int  # number of `blocks` before the first failure; after any failure 0 if resume points are needed
-    beside: int  # number of loaded blocks of further KV cache groups
+    at_points: int  # number of loaded blocks of further KV cache groups
     nbytes: int  # bytes of the compressed blocks
     seconds: float  # duration on the slowest rank
     causes: Collection[str]  # cause of each failure

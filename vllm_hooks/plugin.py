@@ -63,7 +63,7 @@ def read_flags(args: argparse.Namespace) -> None:
     with one_sentence(from_command_line=True):
         if flags:
             before = getattr(args, "kv_transfer_config", None)
-            args.kv_transfer_config = kv_transfer_config(flags.pop(CONFIG_FLAG, None), beside=before, **flags)
+            args.kv_transfer_config = kv_transfer_config(flags.pop(CONFIG_FLAG, None), other_connector=before, **flags)
         if not is_on(args):
             return
         complete(args)

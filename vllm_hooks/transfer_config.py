@@ -28,13 +28,13 @@ ENTRIES = "connectors"
 
 
 def kv_transfer_config(
-    config_file: str | None = None, *, beside: "KVTransferConfig | None" = None, **options: Any
+    config_file: str | None = None, *, other_connector: "KVTransferConfig | None" = None, **options: Any
 ) -> "KVTransferConfig":
     """Return the value of `LLM(kv_transfer_config=…)` that turns Manthan on.
 
     Args:
         config_file: path of a YAML file.
-        beside: configuration of another connector to use as well.
+        other_connector: configuration of another connector to use as well.
         options: keys of the configuration, or flags. They override the environment and the file. Nested keys are
             mappings: `tiers={"max_bytes": "8GiB"}`.
 
@@ -51,7 +51,7 @@ def kv_transfer_config(
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={EXTRA_KEY: resolved.config.model_dump(mode="json"), SOURCES_KEY: resolved.sources},
     )
-    return together(beside, own)
+    return together(other_connector, own)
 
 
 def together(other: "KVTransferConfig | None", own: "KVTransferConfig") -> "KVTransferConfig":

@@ -893,7 +893,7 @@ class SessionManager:
             events.Evicted(
                 session.session_id,
                 blocks=len(rows),
-                beside=len(point_rows),
+                at_points=len(point_rows),
                 tokens=len(rows) * tokens,
                 pool_nbytes=len(rows) * self.shape.pool_nbytes + pool_nbytes,
                 stored=session.stored,

@@ -14,7 +14,7 @@ from vllm_engine import BLOCK, Answer, Engine, Table, running
 PREFILL, DECODE = "kv_producer", "kv_consumer"
 
 
-def beside(folder: Path, role: str) -> KVTransferConfig:
+def other_connector(folder: Path, role: str) -> KVTransferConfig:
     return KVTransferConfig(
         kv_connector="ExampleConnector",
         kv_role=role,
@@ -41,8 +41,8 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("kv")
     options: dict[str, Any] = {"blocks": 131, "idle": 0.3}
-    for prefill in running(**options, beside=beside(folder, PREFILL)):
-        for decode in running(**options, beside=beside(folder, DECODE)):
+    for prefill in running(**options, other_connector=other_connector(folder, PREFILL)):
+        for decode in running(**options, other_connector=other_connector(folder, DECODE)):
             yield Pair(prefill, decode)
 
 

@@ -37,7 +37,7 @@ def with_nixl(role: str, is_first: bool = True) -> Iterator[Engine]:
     nixl: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
     nixl["kv_connector_extra_config"] = {"kv_lease_duration": LEASE_S}
     manthan = {"kv_connector": "ManthanConnector", "kv_role": "kv_both"}
-    beside = KVTransferConfig(
+    other_connector = KVTransferConfig(
         kv_connector="MultiConnector",
         kv_role="kv_both",
         kv_connector_extra_config={"connectors": [nixl, manthan] if is_first else [manthan, nixl]},
@@ -45,7 +45,7 @@ def with_nixl(role: str, is_first: bool = True) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_engine, "fork_engines", spawn_engines)
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(get_open_port()))
-        engine = Engine(131, idle=0.3, beside=beside)
+        engine = Engine(131, idle=0.3, other_connector=other_connector)
     yield engine
     engine.stop()
 

@@ -63,7 +63,7 @@ def test_a_restore_is_in_the_trace_of_its_request(collector: Collector) -> None:
         "manthan.session_id": "alice",
         "manthan.blocks": 10,
         "manthan.blocks_restored": 10,
-        "manthan.blocks_beside": 0,
+        "manthan.blocks_at_points": 0,
         "manthan.tokens": 320,
         "manthan.tier": "host",
     }

@@ -149,7 +149,7 @@ def test_events_are_counted() -> None:
         BlocksSaved(0, [b"3"], 0),  # another engine has stored it
         BlocksDropped(0, [b"1"], DropCause.BUDGET),
         Loading([0, 3, 3]),
-        Restored("e", blocks=4, good=3, beside=1, nbytes=9, seconds=0.1, causes=["missing"], request_id=None),
+        Restored("e", blocks=4, good=3, at_points=1, nbytes=9, seconds=0.1, causes=["missing"], request_id=None),
     ):
         tell(event)
     stats = telemetry.take()

@@ -74,14 +74,14 @@ def printable(name: str) -> str:
 
 def tell_eviction(eviction: "Evicted") -> None:
     """Log a session that went cold: all its full blocks are saved."""
-    before = eviction.blocks + eviction.beside - eviction.stored
+    before = eviction.blocks + eviction.at_points - eviction.stored
     ratio = eviction.pool_nbytes / max(1, eviction.cold_nbytes)
     said = f", {before} before" if before > 0 else ""
     said += f", {eviction.exact} with tokens kept exact" if eviction.exact else ""
     said += ", because memory was short" if eviction.is_pressed else ""
     logger.info(
         f"Manthan: session {printable(eviction.session_id)} went cold after {eviction.idle_s:.1f} s idle: "
-        f"{eviction.blocks} blocks ({eviction.tokens} tokens){_of_points(eviction.beside)}, "
+        f"{eviction.blocks} blocks ({eviction.tokens} tokens){_of_points(eviction.at_points)}, "
         f"{human_bytes(eviction.pool_nbytes)} to {human_bytes(eviction.cold_nbytes)} ({ratio:.2f}x), "
         f"{eviction.stored} encoded in {eviction.took_s * 1e3:.0f} ms{said}"
     )
@@ -94,7 +94,7 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
     rest = f"; the rest could not be read ({causes}) and is recomputed" if causes else ""
     logger.info(
         f"Manthan: session {printable(restored.session_id)} {what} {restored.good} of {restored.blocks} blocks "
-        f"({restored.good * shape.block_tokens} tokens){_of_points(restored.beside)} in "
+        f"({restored.good * shape.block_tokens} tokens){_of_points(restored.at_points)} in "
         f"{restored.seconds * 1e3:.0f} ms{rest}"
     )
 

@@ -173,7 +173,7 @@ class Telemetry:
             self.count("failures", label=cause)
 
     def _restored(self, event: Restored) -> None:
-        shape, blocks = self._manager.shape, event.good + event.beside
+        shape, blocks = self._manager.shape, event.good + event.at_points
         if event.request_id is None:
             self.count("prefetches")
             self.count("prefetched_blocks", blocks)
