@@ -313,6 +313,19 @@ def test_mistakes_are_refused_in_a_sentence(arguments: tuple[Any, ...], refused:
     assert refused in refusal("agents", *arguments, "--out", tmp_path)
 
 
+def test_agents_on_a_real_server_find_what_outgrows_the_pool(tmp_path: Path) -> None:
+    """A run of one arm, as small as it can be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capacity_arms, "VllmServer", warm_server)
+        size = ("--agents", "10", "--seconds", 12, "--ramp", 4, "--faster", 40, "--idle-after", 0.2)
+        found = report(tmp_path, "agents", "made-up", "--arms", "host", *size)
+    (point,) = points_of(found)
+    assert point.errors == 0
+    assert point.alive_nbytes > found["memory"]["pool_nbytes"]
+    assert 0 < point.found <= point.possible + 0.02
+    assert is_png(tmp_path / "agents.png")
+
+
 @pytest.mark.slow
 def test_what_outgrows_the_pool_is_found_by_manthan_and_computed_by_plain_vllm(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
