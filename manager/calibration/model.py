@@ -20,10 +20,10 @@ from transformers.utils import logging
 
 from manthan.codec.base import Positions
 from manthan.codec.block import piece_dim
-from manthan.codec.calibration import SINKS, Doubles, Floats, ProfileBuilder
+from manthan.codec.calibration import SINKS, Doubles, ProfileBuilder
 from manthan.codec.errors import HeadDimError, ProfileError
 from manthan.codec.profile import ProfileInfo
-from manthan.codec.rope import Rope
+from manthan.codec.rope import Floats, Rope
 
 PIECE = 2048  # most tokens of a piece of the text. The model reads each piece without the others
 ASKED = 4  # gradients are taken of what the model predicts at the tokens of the last 1 / ASKED of a piece

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from manthan.codec.calibration import SINKS, Doubles, Floats, ProfileBuilder
+from manthan.codec.calibration import SINKS, Doubles, ProfileBuilder
 from manthan.codec.profile import Profile, ProfileInfo
+from manthan.codec.rope import Floats
 
 ASKED, ASKING = 4, 64  # queries of the prompt's last 1 / ASKED are used, about ASKING of them
 KEYS = 1.6  # weight of keys against values, fitted to Fisher's information, because queries are not independent
