@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 BOTH = pytest.mark.parametrize("rank", [0, 1])
 
 
-@pytest.fixture(scope="module", params=["tensor", "pipeline"])
+@pytest.fixture(scope="module", params=["tensor", pytest.param("pipeline", marks=pytest.mark.slow)])
 def pair(request: pytest.FixtureRequest, start_engine: Any) -> Iterator[Any]:
     """The stages of the pipeline have three layers and one."""
     with pytest.MonkeyPatch.context() as patch:
