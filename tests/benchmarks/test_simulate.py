@@ -29,6 +29,7 @@ def figures(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_a_table_and_json_that_are_the_same_each_time(short: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
     result = run(

@@ -101,7 +101,7 @@ def test_the_first_part_may_only_fill_the_caches(conversations) -> None:
 
 @pytest.mark.parametrize("policy", policy_names())
 def test_the_same_comes_out_twice_for_every_policy(conversations, policy) -> None:
-    setup, some = Setup(get_policy(policy), pool_blocks=600, cold_blocks=800), conversations[:600]
+    setup, some = Setup(get_policy(policy), pool_blocks=600, cold_blocks=800), conversations[:300]
     check(some, setup)
 
 

@@ -148,7 +148,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 @pytest.mark.parametrize(
     ("codec", "staging", "chunk"),
-    [(fake_cuda.varying_codec, 1 << 16, 1024), (fake_cuda.paged_codec, 1, 3)],
+    [(fake_cuda.varying_codec, 1 << 16, 1024), pytest.param(fake_cuda.paged_codec, 1, 3, marks=pytest.mark.slow)],
     ids=["varying", "fixed, in pieces"],
 )
 def test_blocks_of_all_forms_come_back_as_numpy_says(

@@ -43,6 +43,7 @@ def test_a_subscriber_knows_what_is_stored_also_after_a_restart(sockets: str, tm
     assert second["first"] == first["last"] != []
 
 
+@pytest.mark.slow
 def test_with_windows_what_resume_points_are_made_of_is_told_too(sockets: str, tmp_path: Path) -> None:
     model = group_models.made("gpt-oss", tmp_path / "model")
     live(sockets, 3, {"tiers": {"kind": "host", "max_bytes": "6MiB"}}, model=model, blocks=160, resets=True)

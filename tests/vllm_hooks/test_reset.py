@@ -326,7 +326,7 @@ def test_after_a_reset_that_fails_nothing_cold_is_of_other_weights(engine: Engin
         engine.on_worker(turned, 1 / OTHER)
 
 
-@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("cold", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_all_at_once(engine: Engine, traffic: Traffic, cold: bool) -> None:
     go_cold(engine, 1, 2)
     running = traffic.ask(3, max_tokens=800)

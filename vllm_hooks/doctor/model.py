@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+STATE = "MambaSpec"  # class of the spec of recurrent states
 LONG = 512
 """Most tokens between two resume points without a warning. A resume point is a length at which a session can go on."""
 WAYS = {"coded": "compressed", "bytes": "as bytes", "refused": "refused", "": "not needed"}
@@ -66,7 +67,7 @@ def check_model(model: str, file: str | None = None, block_size: int | None = No
         what = _described(spec, len(group.layer_names))
         if how is not None:
             codec, form, ratio = how
-            is_small = codec != EXACT or type(spec).__name__ == "MambaSpec"
+            is_small = codec != EXACT or type(spec).__name__ == STATE
             yield Finding(check, Grade.OK if is_small else Grade.WARNING, f"{what}{form}, {ratio:.1f} times smaller.")
         elif not spec.prefix_cacheable:
             yield Finding(check, Grade.OK, f"{what}not stored, because vLLM needs none of it for a prefix.")
@@ -177,7 +178,7 @@ def _described(spec: Any, layers: int) -> str:
     nbytes = spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else layers)
     kind, window = type(spec).__name__, getattr(spec, "sliding_window", None)
     window = window or getattr(spec, "attention_chunk_size", None)
-    size = f"a state of {nbytes:,} bytes" if kind == "MambaSpec" else f"{nbytes // spec.block_size:,} bytes a token"
+    size = f"a state of {nbytes:,} bytes" if kind == STATE else f"{nbytes // spec.block_size:,} bytes a token"
     of = f" of the last {window:,}" if window else ""
     return f"{layers} layers of {kind}, {size}{of}, in blocks of {spec.block_size:,}: "
 
