@@ -32,9 +32,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from manthan.codec.base import ByteArray, Codec, Numbers, Positions, Section, check_head_dim
-from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, check_finite, kernels
+from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, check_finite
 from manthan.codec.errors import NonFiniteError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Floats
@@ -78,26 +79,13 @@ class K3v3Codec(Codec):
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: ByteArray) -> int:
         """Raises NonFiniteError."""
-        vectors, constants = as_floats(x).reshape(-1, section.tokens, section.head_dim), rotation(section.head_dim)
-        check_finite(vectors)
-        words = np.ascontiguousarray(vectors).view(np.uint32)
-        power = np.clip(254 - ((words & MAGNITUDE).max(axis=2) >> np.uint32(23)).astype(np.int32), 8, 254) - 127
-        scaled = words.view(np.float32) * np.ldexp(np.float32(1), power)[:, :, None]
-        y, square = kernels().rotated(scaled, constants.weights, constants.blocks)
-        rms = (np.sqrt(square) * constants.root)[:, None]
-        code = (y < 0).astype(np.uint8) << np.uint8(BITS - 1)
-        np.abs(y, out=y)
-        for threshold in THRESHOLDS:
-            code += y > threshold * rms
-        ratio = square / np.maximum(kernels().products(y, LEVELS[code & 3]), SMALLEST)
-        with np.errstate(over="ignore"):
-            scales = np.minimum(bf16_bits(ratio * np.ldexp(np.float32(1), -power)), 0x7F7F).ravel()
-        of_vectors = np.ascontiguousarray(code.transpose(0, 2, 1)).reshape(-1, 1, section.head_dim)
-        digits = of_vectors >> np.arange(BITS - 1, -1, -1, dtype=np.uint8)[:, None] & np.uint8(1)
-        planes = np.packbits(digits, axis=2, bitorder="little").ravel()
-        encoded, n = out[: self.max_nbytes(section)], scales.size
+        vectors = as_floats(x).reshape(-1, section.tokens, section.head_dim)
+        n = vectors[..., 0].size
+        encoded = out[: self.max_nbytes(section)]
         encoded[:] = 0
-        encoded[: 2 * n], encoded[align16(2 * n) :][: planes.size] = scales.astype("<u2").view(np.uint8), planes
+        check_finite(vectors)
+        scales, planes = _encoded(vectors)
+        encoded[: 2 * n], encoded[align16(2 * n) :][: planes.size] = scales.astype("<u2").view(np.uint8), planes.ravel()
         return encoded.size
 
     def decode(self, encoded: ByteArray, section: Section, positions: Positions) -> Numbers:
@@ -111,13 +99,43 @@ class K3v3Codec(Codec):
             bad = int(infinite.argmax())
             raise NonFiniteError(f"the scale of vector {bad} is not finite: the block is damaged.")
         planes = encoded[align16(2 * n) :][: n * BITS * dim // 8].reshape(-1, section.tokens, BITS, dim // 8)
-        digits, constants = np.unpackbits(planes, axis=3, bitorder="little"), rotation(dim)
-        code = digits[:, :, 0] << np.uint8(2) | digits[:, :, 1] << np.uint8(1) | digits[:, :, 2]
-        levels = np.take(np.concatenate([LEVELS, -LEVELS]), code)
-        x: Floats = kernels().rotated(levels, np.ones_like(constants.weights), constants.blocks)[0]
-        x *= constants.weights[:, None]
-        with np.errstate(over="ignore"):
-            x *= scales.view(np.float32).reshape(len(x), 1, -1)
-        np.clip(x, -LARGEST_BF16, LARGEST_BF16, out=x)
-        x += np.float32(0)  # no negative zeros
-        return as_numbers(np.ascontiguousarray(x.transpose(0, 2, 1)).reshape(section.shape), section.dtype)
+        return as_numbers(_decoded(scales.view(np.float32), planes).reshape(section.shape), section.dtype)
+
+
+def _encoded(x: Floats) -> tuple[npt.NDArray[np.uint16], ByteArray]:
+    """Return scales, bf16 bits [n], and planes [n, BITS, head_dim / 8] of n finite vectors [-1, tokens, head_dim]."""
+    from manthan.codec.cpu import numba_kernels as kernels
+
+    constants = rotation(x.shape[2])
+    words = np.ascontiguousarray(x).view(np.uint32)
+    power = np.clip(254 - ((words & MAGNITUDE).max(axis=2) >> np.uint32(23)).astype(np.int32), 8, 254) - 127
+    scaled = words.view(np.float32) * np.ldexp(np.float32(1), power)[:, :, None]
+    y, square = kernels.rotated(scaled, constants.weights, constants.blocks)
+    rms = (np.sqrt(square) * constants.root)[:, None]
+    code = (y < 0).astype(np.uint8) << np.uint8(BITS - 1)
+    np.abs(y, out=y)
+    for threshold in THRESHOLDS:
+        code += y > threshold * rms
+    ratio = square / np.maximum(kernels.products(y, LEVELS[code & 3]), SMALLEST)
+    with np.errstate(over="ignore"):
+        scales = np.minimum(bf16_bits(ratio * np.ldexp(np.float32(1), -power)), 0x7F7F)
+    of_vectors = np.ascontiguousarray(code.transpose(0, 2, 1)).reshape(-1, 1, x.shape[2])
+    digits = of_vectors >> np.arange(BITS - 1, -1, -1, dtype=np.uint8)[:, None] & np.uint8(1)
+    return scales.ravel(), np.packbits(digits, axis=2, bitorder="little")
+
+
+def _decoded(scales: Floats, planes: ByteArray) -> Floats:
+    """Undo `_encoded`. scales: float32. planes: [-1, tokens, BITS, head_dim / 8]. Returns [-1, tokens, head_dim]."""
+    from manthan.codec.cpu import numba_kernels as kernels
+
+    digits = np.unpackbits(planes, axis=3, bitorder="little")
+    code = digits[:, :, 0] << np.uint8(2) | digits[:, :, 1] << np.uint8(1) | digits[:, :, 2]
+    constants = rotation(digits.shape[3])
+    levels = np.take(np.concatenate([LEVELS, -LEVELS]), code)
+    x: Floats = kernels.rotated(levels, np.ones_like(constants.weights), constants.blocks)[0]
+    x *= constants.weights[:, None]
+    with np.errstate(over="ignore"):
+        x *= scales.reshape(len(x), 1, -1)
+    np.clip(x, -LARGEST_BF16, LARGEST_BF16, out=x)
+    x += np.float32(0)  # no negative zeros
+    return np.ascontiguousarray(x.transpose(0, 2, 1))
