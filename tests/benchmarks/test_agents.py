@@ -323,6 +323,8 @@ def test_agents_on_a_real_server_find_what_outgrows_the_pool(tmp_path: Path) -> 
     assert point.errors == 0
     assert point.alive_nbytes > found["memory"]["pool_nbytes"]
     assert 0 < point.found <= point.possible + 0.02
+    (counted,) = (of["counters"] for run in found["runs"] for of in run["points"].values())
+    assert counted["manthan_restored_blocks_total"] > 0
     assert is_png(tmp_path / "agents.png")
 
 
