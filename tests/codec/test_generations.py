@@ -25,7 +25,7 @@ MOST, MOST_OF = 1.2, {"klt-8x": 1.5, "klt-12x": 2.0, "klt-20x": 2.0}
 ROUNDING = 2e-4
 """An error that is the rounding of the numbers to bf16, relative to their size."""
 CODECS = [*PRESETS, *CALIBRATED, "k3v3", "exact"]
-SLOW = "klt-exact", "klt-5x", "klt-12x", "wht-4x"
+SLOW = "klt-exact", "klt-5x", "klt-12x", "klt-20x", "wht-4x", "k3v3"
 COARSE = "k3v3", "klt-12x", "klt-20x"
 """Codecs that lose more than a hundredth of a nat at once."""
 

@@ -15,8 +15,8 @@ from manthan.codec.base import Dtype, Section, SectionKind
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import WireError
 
-MUTATIONS = 100_000
-FORGERIES = 10_000
+MUTATIONS = pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+FORGERIES = pytest.mark.parametrize("count", [3_000, pytest.param(20_000, marks=pytest.mark.slow)])
 SHAPES = [
     ("k3v3", BlockShape(1, 1, 4, 32), 0),
     ("k3v3", BlockShape(1, 1, 4, 32), 1),
@@ -84,10 +84,11 @@ def rng():
     assert peak < 2_000_000
 
 
+@MUTATIONS
 @pytest.mark.invariant(1, "codec/wire.py", 'if front.checksum != int.from_bytes(of_base, "little"):', "if False:")
-def test_no_mutation_is_accepted(rng):
+def test_no_mutation_is_accepted(rng, count):
     valid, causes = [block for _, _, block in valid_blocks()], set()
-    for _ in range(MUTATIONS):
+    for _ in range(count):
         data = valid[0]
         while data in valid:
             data = bytes(rng.choice(MUTATORS)(rng, bytearray(rng.choice(valid)), rng.choice(valid)))
@@ -101,14 +102,15 @@ def test_no_mutation_is_accepted(rng):
     assert causes >= {"truncated", "magic", "version", "checksum"}
 
 
-def test_no_mutation_of_a_refinement_is_accepted(rng):
+@FORGERIES
+def test_no_mutation_of_a_refinement_is_accepted(rng, count):
     valid = []
     for _, _, base in valid_blocks():
         bodies = [np.frombuffer(rng.randbytes(size), np.uint8) for size in (60, 16, 33)]
         whole = wire.refined(np.frombuffer(base, np.uint8), bodies).tobytes()
         valid.append([whole[:end] for end in wire.part_ends(whole)])
     prefixes, kept = set(itertools.chain(*valid)), set()
-    for _ in range(FORGERIES):
+    for _ in range(count):
         parts = rng.choice(valid)
         data = bytearray(parts[-1])
         data[len(parts[0]) :] = rng.choice(MUTATORS)(rng, data[len(parts[0]) :], rng.choice(valid)[-1])
@@ -126,10 +128,11 @@ def test_bytes_behind_a_block_of_one_level_are_refused():
         assert refusal.value.cause == "trailing"
 
 
-def test_forged_headers_are_read_as_a_whole_block_or_refused(rng):
+@FORGERIES
+def test_forged_headers_are_read_as_a_whole_block_or_refused(rng, count):
     """With the checksum made right again, only a header that covers the block asked for gets through."""
     valid, causes = valid_blocks(), set()
-    for _ in range(FORGERIES):
+    for _ in range(count):
         which = rng.randrange(len(valid))
         form, key, block = valid[which]
         data = sealed(overwrite_header(rng, bytearray(block), rng.choice(valid)[2]))
