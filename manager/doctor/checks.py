@@ -1,4 +1,4 @@
-"""Checks of the machine and of Redis, for `manthan doctor`. Each finding is one sentence."""
+"""Checks of the machine, of key files and of Redis, for `manthan doctor`. Each finding is one sentence."""
 
 import os
 import resource
@@ -15,6 +15,7 @@ from manthan.manager.config.model import ConfigError, ManthanConfig, TiersConfig
 from manthan.manager.config.sentences import human_bytes
 from manthan.manager.tiers.disk_folder import FolderBusyError, check_folder
 from manthan.manager.tiers.redis_client import check, connect, pipelined
+from manthan.manager.tiers.sealed import keys_of
 
 MOUNTS = Path("/proc/self/mounts")
 IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
@@ -86,6 +87,18 @@ def check_disk(config: ManthanConfig) -> Finding:
         said = f"{path} is a folder on {kind} with {human_bytes(free)} free, for {size} of compressed blocks{busy}."
         return Finding("disk", Grade.OK, said)
     return Finding("disk", Grade.WRONG, f"tiers.disk.path is {path!r}, which is {why}.")
+
+
+def check_keys(config: ManthanConfig) -> Finding:
+    """Check that the file of keys, by which blocks outside the process are sealed, can be used."""
+    path = config.sealing.key_file
+    if not path:
+        return Finding("keys", Grade.SKIPPED, "sealing.key_file is empty, so that blocks are not sealed.")
+    try:
+        count = len(keys_of(config.sealing))
+    except ConfigError as error:
+        return Finding("keys", Grade.WRONG, str(error))
+    return Finding("keys", Grade.OK, f"{path} has {count} keys; the first one seals new blocks.")
 
 
 def file_system(path: Path) -> str:

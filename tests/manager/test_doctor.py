@@ -1,4 +1,4 @@
-"""What `manthan doctor` finds of memlock, disks, Redis and templates."""
+"""What `manthan doctor` finds of memlock, disks, keys, Redis and templates."""
 
 import subprocess
 import sys
@@ -7,12 +7,21 @@ from pathlib import Path
 
 import pytest
 from documents import REPO
+from key_files import write_keys
 from redis_server import RedisServer, running
 
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.resolve import resolve_config
 from manthan.manager.doctor import checks
-from manthan.manager.doctor.checks import Finding, Grade, check_disk, check_memlock, check_redis, file_system
+from manthan.manager.doctor.checks import (
+    Finding,
+    Grade,
+    check_disk,
+    check_keys,
+    check_memlock,
+    check_redis,
+    file_system,
+)
 from manthan.manager.doctor.template import Message, Parting, check_template, partings
 from manthan.manager.tiers.disk_folder import open_root
 
@@ -75,6 +84,18 @@ def test_a_folder_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = check_disk(on_disk(shared / "codes"))
     assert (found.mark, "which is on nfs4, which is not of this machine" in found.said) == (Grade.WRONG, True)
     assert file_system(tmp_path) == "ext4"
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    assert check_keys(on_disk(tmp_path)).mark is Grade.SKIPPED
+    file = tmp_path / "keys"
+    sealed = on_disk(tmp_path, sealing__key_file=str(file))
+    wrong = check_keys(sealed)
+    assert wrong == Finding("keys", Grade.WRONG, f"sealing.key_file: {file} cannot be read: No such file or directory.")
+    write_keys(file, "new", "old")
+    assert check_keys(sealed) == Finding("keys", Grade.OK, f"{file} has 2 keys; the first one seals new blocks.")
+    file.chmod(0o644)
+    assert "has mode 0644" in check_keys(sealed).said
 
 
 def test_too_little_room(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from manthan.manager.config.model import ConfigError
 from manthan.manager.config.registered import check_registered
 from manthan.manager.config.resolve import resolve_config
 from manthan.manager.config.sentences import human_bytes
-from manthan.manager.doctor.checks import Finding, Grade, check_disk, check_memlock, check_redis
+from manthan.manager.doctor.checks import Finding, Grade, check_disk, check_keys, check_memlock, check_redis
 from manthan.manager.doctor.template import TEMPLATE, check_template, load_renderer
 from manthan.vllm_hooks.support import VLLM, check_version
 
@@ -82,6 +82,7 @@ def _examined(model: str, file: str, url: str, template: str, block_size: int | 
         has_gpu = find_spec("torch") is not None and import_module("torch").cuda.is_available()
         yield check_memlock(resolved.config.tiers, has_gpu)
         yield check_disk(resolved.config)
+        yield check_keys(resolved.config)
         yield from check_redis(resolved.config)
     if not model:
         yield Finding(TEMPLATE, Grade.SKIPPED, "give MODEL to see whether its template rewrites history.")
