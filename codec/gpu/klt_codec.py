@@ -58,8 +58,8 @@ SOURCES = (
 )
 
 
-class Sections(ctypes.Structure):
-    """`struct Sections` of parts.cu."""
+class LeveledSections(ctypes.Structure):
+    """`struct LeveledSections` of parts.cu."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "offsets", "buffer", "headers", "status")),
@@ -264,7 +264,7 @@ class Plan(NamedTuple):
     """
 
     exact: list[Job]
-    sections: Sections | None
+    sections: LeveledSections | None
     seal: Job
     model: Model | None
 
@@ -328,7 +328,7 @@ class KltPagedCodec(PagedCodec):
         for kept in plan.exact:
             self._launch_exact("decode_exact", kept, batch, buffer)
 
-    def _encode(self, job: Sections, model: Model) -> None:
+    def _encode(self, job: LeveledSections, model: Model) -> None:
         numbers, _ = kept = self._books(job)
         room = job.n * LEVELS * (job.components * job.tokens // NUMBERS_A_WORD)
         words = torch.empty(room, dtype=torch.int16, device=self.device)
@@ -350,7 +350,7 @@ class KltPagedCodec(PagedCodec):
         self._launch("seal_parts", job, job.all * ALONE)
         del kept
 
-    def _decode(self, job: Sections, model: Model) -> None:
+    def _decode(self, job: LeveledSections, model: Model) -> None:
         numbers, _ = kept = self._books(job)
         job.gain = model.gain_back.data_ptr()
         self._launch("find_rows", job, ALONE)
@@ -366,7 +366,7 @@ class KltPagedCodec(PagedCodec):
             at += some * size
         del kept
 
-    def _books(self, job: Sections) -> tuple[Tensor, Tensor]:
+    def _books(self, job: LeveledSections) -> tuple[Tensor, Tensor]:
         """Return memory that kernels share, and set the job's addresses. The caller keeps both until the last launch.
 
         Returns: components as float16 [components, width]; bytes for steps, states, sizes and shifts.
@@ -381,18 +381,18 @@ class KltPagedCodec(PagedCodec):
         job.shifts = job.sizes + 4 * counts[3]
         return numbers, books
 
-    def _pieces(self, job: Sections, transforms: list[Tensor]) -> Iterator[tuple[int, Tensor, Sections]]:
+    def _pieces(self, job: LeveledSections, transforms: list[Tensor]) -> Iterator[tuple[int, Tensor, LeveledSections]]:
         """Yield the groups that cuBLAS transforms at once: number of groups, their transforms, and a job for them."""
         first = 0
         for run in transforms:
             at_once = max(1, PRODUCTS_AT_ONCE // (run.shape[1] * job.width))
             for start in range(0, len(run), at_once):
-                part, some = Sections.from_buffer_copy(job), run[start : start + at_once]
+                part, some = LeveledSections.from_buffer_copy(job), run[start : start + at_once]
                 part.first_group, part.some = first + start, len(some)
                 yield len(some), some, part
             first += len(run)
 
-    def _jobs(self, plan: Plan, batch: Batch, buffer: Tensor, each: int) -> Iterator[Sections]:
+    def _jobs(self, plan: Plan, batch: Batch, buffer: Tensor, each: int) -> Iterator[LeveledSections]:
         """Yield jobs for even runs of the batch: of one block, or within SCRATCH_BYTES. each: bytes for each number."""
         assert plan.sections is not None
         numbers = plan.sections.components * plan.sections.tokens
@@ -401,11 +401,11 @@ class KltPagedCodec(PagedCodec):
         for run in range(runs):
             yield plan.sections.of(batch, buffer, slice(run * n // runs, (run + 1) * n // runs))
 
-    def _launch(self, name: str, job: Sections, warps: int) -> None:
+    def _launch(self, name: str, job: LeveledSections, warps: int) -> None:
         """Launch a kernel. warps: most warps that are busy with one KV block of the batch."""
         self._kernels.launch(name, job, job.n * warps)
 
-    def _launch_rows(self, name: str, job: Sections, tables: Tables) -> None:
+    def _launch_rows(self, name: str, job: LeveledSections, tables: Tables) -> None:
         """Launch a kernel with a warp for each group of a block, or of several blocks if their streams fit into it."""
         job.tables, job.tables_nbytes = tables.there.data_ptr(), tables.there.nbytes
         job.likely_at, job.rest_at = tables.likely_at, tables.rest_at
@@ -434,7 +434,7 @@ class KltPagedCodec(PagedCodec):
                 self._plans[exact] = Plan(kept, None, kept[-1], None)
             else:
                 model = self._model.with_tokens(layout.tokens - exact)
-                sections = Sections.plan(layout, self._addresses, form, exact, self._rope, self._level + 1)
+                sections = LeveledSections.plan(layout, self._addresses, form, exact, self._rope, self._level + 1)
                 sections.groups_count, sections.components = len(model.sizes), sum(model.sizes)
                 sections.streams = int(model.groups[:, 2].sum())
                 for name in ("groups", "vectors", "mean", "weigher", "offset", "table_of"):

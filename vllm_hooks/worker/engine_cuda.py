@@ -128,7 +128,7 @@ class Decoding(NamedTuple):
 
 
 @dataclass(eq=False)
-class Loading:
+class CudaLoading:
     """Load in progress. earlier: event after which nothing else uses the pool's blocks that the load fills.
 
     begun: number of blocks whose check and decoding are queued. decoded: number of chunks known to be decoded.
@@ -189,7 +189,7 @@ class CudaEngine(Engine):
             deque()
         )
         """Encodings written to the secondary tier, with good blocks, bytes there and causes by index in the job."""
-        self._loadings: list[Loading] = []
+        self._loadings: list[CudaLoading] = []
         self._primary: Primary | None = None
         """Tier on the host; None without a secondary tier."""
         if secondary is not None:
@@ -302,7 +302,7 @@ class CudaEngine(Engine):
         news = any(loading.reading.there > loading.begun for loading in self._loadings)
         return not news and any(not loading.reading.is_read for loading in self._loadings)
 
-    def _stop(self, loadings: Sequence[Loading]) -> None:
+    def _stop(self, loadings: Sequence[CudaLoading]) -> None:
         """Read no more blocks for these loads."""
         with self._lock:
             for loading in loadings:
@@ -552,14 +552,14 @@ class CudaEngine(Engine):
         reading, near = Reading(job, job.group, len(job), is_read=True), list[bool]()
         if self._primary is not None:
             reading, near = self._primary.begin(job)
-        loading = Loading(job, reading, self._earlier)
+        loading = CudaLoading(job, reading, self._earlier)
         self._loadings.append(loading)  # from here on `take_ended` answers the load
         if reading.is_read:
             self._begin_more(loading)
         elif self._primary is not None:
             self._readers[job.request_id is None].submit(self._primary.read, reading, near, self.store)
 
-    def _begin_more(self, loading: Loading) -> None:
+    def _begin_more(self, loading: CudaLoading) -> None:
         start, end = loading.begun, loading.reading.there
         if start == end or loading.broken or loading.lost:
             return
@@ -568,7 +568,7 @@ class CudaEngine(Engine):
         except Exception as error:  # vLLM must get an answer, whatever happened
             self._break(loading, error)
 
-    def _begin_load(self, loading: Loading, start: int, end: int) -> None:
+    def _begin_load(self, loading: CudaLoading, start: int, end: int) -> None:
         """Queue copy, check and decoding of a load's blocks from `start` to `end`, in chunks.
 
         Chunks of a request's load use two streams by turns, chunks of a prefetch the stream of prefetches. Blocks read
@@ -604,7 +604,7 @@ class CudaEngine(Engine):
         if loading.begun < end:
             self._lose(loading, MISSING)
 
-    def _lose(self, loading: Loading, cause: str) -> None:
+    def _lose(self, loading: CudaLoading, cause: str) -> None:
         """Load no more of a load's blocks."""
         with self._lock:
             loading.reading.failed.setdefault(loading.begun, cause)
@@ -643,7 +643,7 @@ class CudaEngine(Engine):
             while not self._is_reached(self._loadings[-1], "checked") and time.monotonic() < until:
                 time.sleep(PAUSE_S / 20)
 
-    def _is_reached(self, loading: Loading, event: Literal["checked", "done"]) -> bool:
+    def _is_reached(self, loading: CudaLoading, event: Literal["checked", "done"]) -> bool:
         """True if all chunks of a load have begun and reached `event`."""
         reading = loading.reading
         if not reading.is_read or not (loading.broken or loading.lost or loading.begun == reading.there):
@@ -654,7 +654,7 @@ class CudaEngine(Engine):
             self._break(loading, error)
             return True
 
-    def _unpin_decoded(self, loading: Loading) -> None:
+    def _unpin_decoded(self, loading: CudaLoading) -> None:
         """Unpin the blocks of decoded chunks in RAM, so that they may be evicted."""
         try:
             while self._primary is not None and not loading.broken and loading.decoded < len(loading.chunks):
@@ -666,7 +666,7 @@ class CudaEngine(Engine):
         except Exception as error:
             self._break(loading, error)
 
-    def _break(self, loading: Loading, error: Exception) -> None:
+    def _break(self, loading: CudaLoading, error: Exception) -> None:
         logger.warning("Manthan: a session is recomputed: %s: %s", type(error).__name__, error)
         loading.broken = True
         self._stop([loading])
@@ -674,7 +674,7 @@ class CudaEngine(Engine):
             for staging in self._stagings:  # queued work must write to the pool's blocks before their next owners do
                 torch.cuda.current_stream(self._device).wait_stream(staging.stream)
 
-    def _answer_load(self, loading: Loading) -> None:
+    def _answer_load(self, loading: CudaLoading) -> None:
         """Tell vLLM of a load whose blocks are checked. Later compute of the model waits for the decoding."""
         try:
             for chunk in loading.chunks:
@@ -684,13 +684,13 @@ class CudaEngine(Engine):
         loading.answered = True
         self._loaded(loading.job, self._good(loading))
 
-    def _good(self, loading: Loading) -> int:
+    def _good(self, loading: CudaLoading) -> int:
         """Number of good blocks before the first bad block."""
         statuses = [status for chunk in loading.chunks for status in chunk.status.tolist()]
         bad = next((at for at, status in enumerate(statuses) if status != GOOD), len(statuses))
         return 0 if loading.broken else bad
 
-    def _end_load(self, loading: Loading) -> None:
+    def _end_load(self, loading: CudaLoading) -> None:
         job, good = loading.job, self._good(loading)
         failed = {} if loading.broken else dict(loading.reading.failed)
         if good < len(job):

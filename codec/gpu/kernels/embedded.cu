@@ -21,7 +21,7 @@ __device__ __forceinline__ int split_of(int level) { return level == 3 ? 3 : 2; 
 // Index of a table for steps wider by j thirds of an octave. table: index of the first table of the shape, and width << 8.
 __device__ __forceinline__ int shifted(int table, int j) { return (table & 255) + min(max((table >> 8) - j, 0), WIDTHS - 1); }
 
-__device__ __forceinline__ const u8* fetch_tables(const Sections& job) {
+__device__ __forceinline__ const u8* fetch_tables(const LeveledSections& job) {
     extern __shared__ uint4 shared[];
     for (int i = threadIdx.x; i < job.tables_nbytes / 16; i += ROW_THREADS) shared[i] = ((const uint4*)job.tables)[i];
     __syncthreads();
@@ -37,7 +37,7 @@ struct Way {
     int component, token, further, rest, tokens, width, at, j;
     float larger;  // by the shift
 
-    __device__ __forceinline__ Way(const Sections& job, int g, int block, int number) {
+    __device__ __forceinline__ Way(const LeveledSections& job, int g, int block, int number) {
         const Group group = job.groups[g];
         numbers = job.numbers + (i64)group.at * job.width + block * job.tokens;
         table_of = job.table_of + group.at;
@@ -68,7 +68,7 @@ struct Way {
 // besides the escape << 24. Then the entries of all tables, `likely` and `inverses`.
 struct Entries {
     const u32 *tables, *likely, *inverses;
-    __device__ __forceinline__ Entries(const Sections& job, const u8* from)
+    __device__ __forceinline__ Entries(const LeveledSections& job, const u8* from)
         : tables((const u32*)from), likely((const u32*)(from + job.likely_at)), inverses((const u32*)(from + job.rest_at)) {}
     __device__ __forceinline__ u32 entry(int table, int value) const {
         const u32 told = tables[table], escape = told >> 24;
@@ -79,7 +79,7 @@ struct Entries {
 
 // Write a group's rows of all levels in `block`, if the thread's row is `there`. A row with a number beyond int16 gets the
 // size TOO_MANY, so that the block does not fit.
-__device__ __forceinline__ void put_rows(const Sections& job, const Entries& entries, int g, int block, bool there,
+__device__ __forceinline__ void put_rows(const LeveledSections& job, const Entries& entries, int g, int block, bool there,
                                          const Streams& me) {
     const Group group = job.groups[g];
     const int steps = (group.size * job.tokens + group.streams - 1) / group.streams;
@@ -132,7 +132,7 @@ __device__ __forceinline__ void put_rows(const Sections& job, const Entries& ent
     }
 }
 
-extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const Sections job) {
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const LeveledSections job) {
     const Entries entries(job, fetch_tables(job));
     for (u32 run = SPREAD_WARP; run < (u32)(job.groups_count * job.n); run += gridDim.x * ROW_WARPS) {
         const int g = run / job.n, first = run % job.n;
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const S
 }
 
 // Bytes of all parts of a block by the sizes of its rows.
-__device__ __forceinline__ u64 all_nbytes(const Sections& job, int block) {
+__device__ __forceinline__ u64 all_nbytes(const LeveledSections& job, int block) {
     u64 nbytes = 0;
     for (int level = 0; level < job.all; level++) {
         u64 words = 0;
@@ -157,7 +157,7 @@ __device__ __forceinline__ u64 all_nbytes(const Sections& job, int block) {
 
 // Double the steps of blocks that do not fit until they do, a block of threads for each; this is rare. The status becomes 0
 // if the largest steps do not help.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) double_steps(const Sections job) {
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) double_steps(const LeveledSections job) {
     __shared__ int fits;
     const int warp = threadIdx.x / 32;
     const Entries entries(job, job.tables);
@@ -211,7 +211,7 @@ struct Level {
     u32 x;
     bool there, begins;
 
-    __device__ __forceinline__ void find(const Sections& job, int g, int block, int level, bool wanted, const Streams& me) {
+    __device__ __forceinline__ void find(const LeveledSections& job, int g, int block, int level, bool wanted, const Streams& me) {
         const Group group = job.groups[g];
         reader = Reader{(const u16*)job.buffer, 0, 0};
         x = LOWEST, there = wanted;
@@ -272,7 +272,7 @@ struct Decoding {
 
 // Decode the rows of good blocks up to the finest level that is there, to means of intervals times PLACE_SHARE, without the
 // block's factor k of all steps. The status becomes 0 for words that no encoder writes. Right checksums were found before.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const Sections job) {
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const LeveledSections job) {
     const u8* tables = fetch_tables(job);
     for (u32 run = SPREAD_WARP; run < (u32)(job.groups_count * job.n); run += gridDim.x * ROW_WARPS) {
         const int g = run / job.n, first = run % job.n;
@@ -316,7 +316,7 @@ struct Run {
     Word* x;
     i64 row;  // of its first token, in rows or products
 
-    __device__ __forceinline__ Run(const Sections& job, u32 run) {
+    __device__ __forceinline__ Run(const LeveledSections& job, u32 run) {
         const int size = job.groups[job.first_group].size, each = size / HEAD_DIM;
         block = run / each % job.n;
         g = run / each / job.n;
@@ -328,7 +328,7 @@ struct Run {
         x += (i64)head * job.head_stride;
         row = ((i64)g * job.width + block * job.tokens) * size + vector * HEAD_DIM;
     }
-    __device__ __forceinline__ const float* cosines(const Sections& job) const {
+    __device__ __forceinline__ const float* cosines(const LeveledSections& job) const {
         return job.turns + ((i64)block * 2 * job.block_tokens + job.first_token) * PAIRS;
     }
 };
@@ -337,7 +337,7 @@ struct Run {
     for (u32 i = blockIdx.x * WARPS + threadIdx.x / 32; i < (u32)(job.some * job.n) * (size / HEAD_DIM); i += gridDim.x * WARPS)
 
 // Fill rows with (x - mean) * gain. The status becomes 0 if a number is not finite, or does not fit into fp16.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) gather(const Sections job) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) gather(const LeveledSections job) {
     const int lane = threadIdx.x % 32, beside = QUADS < 32 ? lane / QUADS : 0, size = job.groups[job.first_group].size;
     EACH_RUN(job, i, size) {
         const Run run(job, i);
@@ -372,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gather(const Sections j
 }
 
 // Fill shifts with j of each token and group: a regression on the numbers, and on logarithms of the vectors' energies.
-extern "C" __global__ void __launch_bounds__(THREADS) weigh(const Sections job) {
+extern "C" __global__ void __launch_bounds__(THREADS) weigh(const LeveledSections job) {
     const int lane = threadIdx.x % 32, size = job.groups[job.first_group].size, tokens = job.n * job.tokens;
     for (u32 i = blockIdx.x * WARPS + threadIdx.x / 32; i < (u32)(job.some * tokens); i += gridDim.x * WARPS) {
         const int g = i / tokens, t = i % tokens, at = job.groups[job.first_group + g].at;
@@ -400,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) weigh(const Sections job) 
 }
 
 // Rows of products of good blocks into the paged blocks.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) scatter(const Sections job) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) scatter(const LeveledSections job) {
     const int lane = threadIdx.x % 32, beside = QUADS < 32 ? lane / QUADS : 0, size = job.groups[job.first_group].size;
     EACH_RUN(job, i, size) {
         const Run run(job, i);

@@ -12,7 +12,7 @@ struct Group {
     int ahead;        // number of rANS streams of rows of the groups before it
 };
 
-struct Sections {  // arguments of a kernel, for n KV blocks with the same layout; `rows` to `sizes` are scratch
+struct LeveledSections {  // arguments of a kernel, for n KV blocks with the same layout; `rows` to `sizes` are scratch
     const u64* caches;     // [layers] addresses
     const i64* block_ids;  // [n]
     const i64* offsets;    // [n] multiples of 16: encoded block i is at buffer + offsets[i]
@@ -61,24 +61,24 @@ struct Sections {  // arguments of a kernel, for n KV blocks with the same layou
 #define LEAST_J -8
 
 __device__ __forceinline__ i64 align16(i64 nbytes) { return (nbytes + 15) & ~(i64)15; }
-__device__ __forceinline__ int last_entry(const Sections& job) { return (int)(job.head_nbytes - 128) / 64 - 1; }
-__device__ __forceinline__ i64 shifts_nbytes(const Sections& job) {
+__device__ __forceinline__ int last_entry(const LeveledSections& job) { return (int)(job.head_nbytes - 128) / 64 - 1; }
+__device__ __forceinline__ i64 shifts_nbytes(const LeveledSections& job) {
     return START_NBYTES + ((i64)job.groups_count * job.tokens + 3) / 4 * 2;
 }
-__device__ __forceinline__ i64 rows_front(const Sections& job) { return 4ll * (job.groups_count + job.streams); }
+__device__ __forceinline__ i64 rows_front(const LeveledSections& job) { return 4ll * (job.groups_count + job.streams); }
 // Bytes of a base's section, or of a refinement's body, whose rows have `words` words in all.
-__device__ __forceinline__ i64 part_nbytes(const Sections& job, int level, u64 words) {
+__device__ __forceinline__ i64 part_nbytes(const LeveledSections& job, int level, u64 words) {
     const i64 rows = rows_front(job) + 2 * words;
     return level ? max(align16(rows), (i64)LEAST_BODY) : shifts_nbytes(job) + rows;
 }
-__device__ __forceinline__ i64 row_room(const Sections& job) { return (i64)job.components * job.tokens / NUMBERS_A_WORD; }
-__device__ __forceinline__ u64 words_of(const Sections& job, int block, int level) {
+__device__ __forceinline__ i64 row_room(const LeveledSections& job) { return (i64)job.components * job.tokens / NUMBERS_A_WORD; }
+__device__ __forceinline__ u64 words_of(const LeveledSections& job, int block, int level) {
     u64 words = 0;
     for (int g = 0; g < job.groups_count; g++) words += job.sizes[((i64)block * LEVELS + level) * job.groups_count + g];
     return words;
 }
 // Offset of a part's rows in an encoded block.
-__device__ __forceinline__ i64 rows_at(const Sections& job, int block, int level) {
+__device__ __forceinline__ i64 rows_at(const LeveledSections& job, int block, int level) {
     return level ? job.ends[(i64)block * LEVELS + level - 1] + FRONT_NBYTES : job.start + shifts_nbytes(job);
 }
 
@@ -95,7 +95,7 @@ __device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, i
 }
 
 // Lay out the parts of good blocks: write sizes, ends, headers, and zeros behind the parts. Others get size and ends 0.
-extern "C" __global__ void lay_out(const Sections job) {
+extern "C" __global__ void lay_out(const LeveledSections job) {
     const int lane = threadIdx.x % 32;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
         if (job.status[block] != GOOD) {
@@ -139,7 +139,7 @@ extern "C" __global__ void lay_out(const Sections job) {
 }
 
 // Copy shifts, and sizes, states and words of all rows, into good blocks. A warp takes a row.
-extern "C" __global__ void pack(const Sections job) {
+extern "C" __global__ void pack(const LeveledSections job) {
     const int lane = threadIdx.x % 32, groups = job.groups_count;
     for (u32 run = blockIdx.x * WARPS + threadIdx.x / 32; run < (u32)(job.n * job.all * groups); run += gridDim.x * WARPS) {
         const int block = run / groups / job.all, level = run / groups % job.all, g = run % groups;
@@ -186,7 +186,7 @@ struct Refined {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) seal_parts(const Sections job) {
+extern "C" __global__ void __launch_bounds__(THREADS) seal_parts(const LeveledSections job) {
     for (int run = blockIdx.x; run < job.n * job.all; run += gridDim.x) {
         const int block = run / job.all, level = run % job.all;
         if (job.status[block] != GOOD) continue;
@@ -204,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) seal_parts(const Sections 
 
 // Set `ends`, and `levels` to the number of lossy refinements. status: GOOD; BAD_HEADER minus an offset if the header
 // or a length is wrong; or BAD_CHECKSUM if the refinements do not end where the block does.
-extern "C" __global__ void find_parts(const Sections job) {
+extern "C" __global__ void find_parts(const LeveledSections job) {
     const int lane = threadIdx.x % 32;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
         const u8 *found = job.buffer + job.offsets[block], *wanted = job.headers + block * job.head_nbytes;
@@ -238,7 +238,7 @@ extern "C" __global__ void find_parts(const Sections job) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) verify_parts(const Sections job) {
+extern "C" __global__ void __launch_bounds__(THREADS) verify_parts(const LeveledSections job) {
     for (int run = blockIdx.x; run < job.n * LEVELS; run += gridDim.x) {
         const int block = run / LEVELS, level = run % LEVELS;
         const u8* found = job.buffer + job.offsets[block];
@@ -257,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) verify_parts(const Section
 
 // Read sizes of rows and shifts of good blocks. The status becomes 0 if the base begins wrong, or the base's sizes do
 // not add up. A refinement whose sizes do not add up is left out, with all behind it.
-extern "C" __global__ void find_rows(const Sections job) {
+extern "C" __global__ void find_rows(const LeveledSections job) {
     const int lane = threadIdx.x % 32, groups = job.groups_count;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
         if (job.status[block] != GOOD) continue;

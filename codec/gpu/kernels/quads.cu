@@ -18,7 +18,7 @@ struct Quad {
     int at[4], pair;
     bool apart, beside, turned[2];
 
-    __device__ __forceinline__ Quad(const Sections& job, int kind, int quad) : pair(2 * quad) {
+    __device__ __forceinline__ Quad(const LeveledSections& job, int kind, int quad) : pair(2 * quad) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             bool halves = pair + i < PAIRS && !INTERLEAVED;
@@ -52,7 +52,7 @@ struct Quad {
     }
     // Rotate by the angles of token t, or back.
     template <bool BACK>
-    __device__ __forceinline__ void turn(const Sections& job, const float* cosines, int t, float (&x)[4]) const {
+    __device__ __forceinline__ void turn(const LeveledSections& job, const float* cosines, int t, float (&x)[4]) const {
         if (!turned[0] && !turned[1]) return;
         const float scale = BACK ? 1.f / job.rope_scale : job.rope_scale;
         const float *cosine = cosines + t * PAIRS + pair, *sine = cosine + job.block_tokens * PAIRS;
