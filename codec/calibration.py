@@ -17,13 +17,13 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Dtype, Positions, Section, SectionKind
+from manthan.codec.base import ByteArray, Dtype, Numbers, Positions, Section, SectionKind
 from manthan.codec.cpu.klt import EXACT, LEAST_J, SCALES, KltCodec, features, finest, front, places, shifts_of, written
 from manthan.codec.cpu.numbers import Floats, bf16_bits
 from manthan.codec.errors import ProfileError
-from manthan.codec.profile import Group, Profile, ProfileInfo, rank_heads
+from manthan.codec.profile import DIVERGENCES, Group, Profile, ProfileInfo, rank_heads
 from manthan.codec.tables.frequencies import SHAPES
-from manthan.codec.tables.levels import FINE, STEPS, WIDTHS
+from manthan.codec.tables.levels import FINE, STEPS, WIDTHS, coarser
 
 SINKS = 4  # first tokens of a text, left out because blocks keep them exact
 HELD_BACK = 5  # of the tokens of a call of `add`, the last fifth is held back
@@ -53,7 +53,7 @@ def _evened(weights: Doubles, least: float) -> Doubles:
 class ProfileBuilder:
     """Builds the profile of a model.
 
-    info: facts about the profile; `finish` fills in `tokens` and `bits`.
+    info: facts about the profile; `finish` fills in `tokens`, `bits` and `divergences`.
     ranks: number of tensor-parallel ranks. Latents are the same on all ranks.
     """
 
@@ -107,8 +107,8 @@ class ProfileBuilder:
             raise ProfileError(f"{self.tokens} tokens do not calibrate {size} numbers: at least as many tokens do.")
         for joint in self._flat:
             joint.code(self._metrics)
-        groups, bits = _stepped(self._info, self._joints)
-        return Profile.of(replace(self._info, tokens=self.tokens, bits=bits), groups)
+        groups, bits, divergences = _stepped(self._info, self._joints)
+        return Profile.of(replace(self._info, tokens=self.tokens, bits=bits, divergences=divergences), groups)
 
 
 class _Joint:
@@ -242,8 +242,10 @@ def _joints(info: ProfileInfo, heads: range) -> list[_Joint]:
     ]
 
 
-def _stepped(info: ProfileInfo, ranks: Sequence[Sequence[_Joint]]) -> tuple[list[list[Group]], tuple[float, ...]]:
-    """Return the groups, with the least step that meets RATIOS if any does, and the bits of a number by level."""
+def _stepped(
+    info: ProfileInfo, ranks: Sequence[Sequence[_Joint]]
+) -> tuple[list[list[Group]], tuple[float, ...], tuple[float, ...]]:
+    """Return the groups, with the least step that meets RATIOS if any does; and bits and divergences by level."""
     every = [each for of_rank in ranks for each in of_rank]
     size = sum(each.y.shape[1] for each in every)
     groups = [each.group for each in every]
@@ -267,21 +269,30 @@ def _stepped(info: ProfileInfo, ranks: Sequence[Sequence[_Joint]]) -> tuple[list
 
     at = bisect_left(FINEST[:-1], True, key=lambda step: bool((bits(step) <= wanted).all()))
     step = float(FINEST[at])
-    made = [[_measured(each, step, info) for each in of_rank] for of_rank in ranks]
-    return made, _bits_exact(info, ranks[0], made[0], bits(step))
+    measured = [[_measured(each, step, info) for each in of_rank] for of_rank in ranks]
+    made = [[group for group, _ in of_rank] for of_rank in measured]
+    costs = np.sum([cost for of_rank in measured for _, cost in of_rank], 0)
+    divergences = DIVERGENCES[2] / (costs[2] or 1.0) * costs
+    return made, _bits_exact(info, ranks[0], made[0], bits(step)), tuple(map(float, divergences))
 
 
-def _measured(each: _Joint, step: float, info: ProfileInfo) -> Group:
-    """Return the group with the step, and with `errors` measured at the finest lossy level."""
+def _measured(each: _Joint, step: float, info: ProfileInfo) -> tuple[Group, Doubles]:
+    """Return the group with the step, and with `errors` measured at the finest lossy level.
+
+    Also return the mean cost of a token's errors at each lossy level, in the metric and with the token's weight.
+    """
     group, x, j = each.stepped(step), each.held[::FEW], each.j[::FEW].copy()
-    q = finest(each.y[::FEW] / np.float32(step), j)
-    back = places(group, q, j, 0, len(STEPS) - 1).astype(np.float32).T @ group.inverse / (FINE * 256) + group.mean
-    errors = np.square((back - x) * (256 / SCALES[j - LEAST_J])[:, None]).mean(0)
+    y, weights = each.y[::FEW] / np.float32(step), (256 / SCALES[j - LEAST_J])[:, None]
+    q = finest(y, j)
+    numbers = enumerate(np.sign(q) * of for of in coarser(np.abs(q)))
+    found = [places(group, of, j, 0, level).astype(np.float32).T / (FINE * 256) for level, of in numbers]
+    costs = np.array([np.square((of - y) * weights).sum(1).mean() for of in found])
+    errors = np.square((found[-1] @ group.inverse + group.mean - x) * weights).mean(0)
     by_kind = errors.reshape(group.place[1], len(info.kinds), -1, group.head_dim)
     if info.rope is not None:
         info.rope.average(by_kind[:, 0])
-    found = np.rint(1.5 * np.log2(by_kind.ravel() + 1e-30) + 3 * group.points(len(info.kinds)))
-    return replace(group, errors=np.clip(found, -128, 127).astype(np.int8))
+    thirds = np.rint(1.5 * np.log2(by_kind.ravel() + 1e-30) + 3 * group.points(len(info.kinds)))
+    return replace(group, errors=np.clip(thirds, -128, 127).astype(np.int8)), costs
 
 
 def _bits_exact(info: ProfileInfo, held: Sequence[_Joint], groups: Sequence[Group], bits: Doubles) -> tuple[float, ...]:
@@ -294,9 +305,36 @@ def _bits_exact(info: ProfileInfo, held: Sequence[_Joint], groups: Sequence[Grou
     positions = np.arange(SINKS, SINKS + tokens)
     if info.rope is not None:
         rows[:, 0] = info.rope.turn(rows[:, 0], positions)
+    x = bf16_bits(rows.swapaxes(0, 1))
+    *_, refinements = _encoded(codec, info, x, positions)
+    return (*told[:-1], told[-2] + 8 * refinements[-1].size / x.size)
+
+
+def decoded(profile: Profile, x: Numbers, positions: Positions) -> list[Numbers]:
+    """Return KV as each lossy level decodes it, level 0 first. Raises NonFiniteError.
+
+    Args:
+        x: bits of bf16, [kinds, layers, heads, tokens, head_dim], kinds as in `ProfileInfo.kinds`, keys after RoPE.
+        positions: [tokens].
+    """
+    info, ranks, made = profile.info, len(profile.ranks), [np.empty_like(x) for _ in STEPS]
+    for rank in range(ranks):
+        codec = KltCodec("klt-5x", EXACT - 1, info.head_dim, profile.for_rank(rank, ranks), info.rope)
+        heads = rank_heads(info.heads, rank, ranks)
+        part = x[:, :, heads.start : heads.stop]
+        section, base, refinements = _encoded(codec, info, part, positions)
+        for level, of in enumerate(made):
+            back = codec.decode_parts(base, refinements[:level], section, positions)
+            of[:, :, heads.start : heads.stop] = back.reshape(part.shape)
+    return made
+
+
+def _encoded(
+    codec: KltCodec, info: ProfileInfo, x: Numbers, positions: Positions
+) -> tuple[Section, ByteArray, list[ByteArray]]:
+    """Return KV as a section, its base and its refinements. Arguments: see `decoded`."""
     kind = SectionKind.LATENT if info.latent else SectionKind.BOTH
-    section = Section(kind, "klt-exact", info.layers, tokens, rows.shape[2], info.head_dim, Dtype.BFLOAT16)
-    x = bf16_bits(rows.swapaxes(0, 1)).reshape(section.shape)
+    section = Section(kind, codec.name, x.shape[1], x.shape[3], x.shape[2], x.shape[4], Dtype.BFLOAT16)
     out = np.empty(codec.max_nbytes(section), np.uint8)
-    _, bodies = codec.encode_parts(x, section, positions, out)
-    return (*told[:-1], told[-2] + 8 * bodies[-1].size / x.size)
+    size, refinements = codec.encode_parts(x.reshape(section.shape), section, positions, out)
+    return section, out[:size], refinements

@@ -27,6 +27,8 @@ from manthan.codec.tables.levels import FALLING
 FORMAT = "manthan profile 2"
 LEVELS = {"klt-20x": 0, "klt-12x": 1, "klt-8x": 2, "klt-5x": 3, "klt-exact": 4}
 """Calibrated codecs, each with the level of its new blocks: their number of refinements."""
+DIVERGENCES = 0.032, 0.0075, 0.00096, 0.00012, 0.0
+"""Divergence of a model's predictions at each level, in nats, of a model without measurements of its own."""
 KINDS = ("keys", "values")
 POINT = 20  # bits of the largest deviation of a layer's keys, or values, as a whole number
 GROUP = {
@@ -99,6 +101,9 @@ class ProfileInfo:
     tokens: number of tokens that the profile was made from, in the layer with the fewest; without those held back.
     latent: count of numbers in a token's latent (MLA); 0 for keys and values.
     bits: mean bits per number at each level, on tokens held out of the calibration.
+    divergences: by lossy level, mean Kullback-Leibler divergence of the model's predictions after decoded KV, in nats.
+        `manthan calibrate` measures it on a piece of the text held out of the calibration. If that cannot be, and from
+        traffic, it is the error in the metric, scaled to `DIVERGENCES` at level 2. Older profiles have none.
     """
 
     model: str
@@ -111,6 +116,7 @@ class ProfileInfo:
     tokens: int = 0
     latent: int = 0
     bits: tuple[float, ...] = ()
+    divergences: tuple[float, ...] = ()
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -254,7 +260,10 @@ def _checked(tensor: Any, shape: tuple[int | None, ...], dtype: Any) -> Any:
 
 
 def _metadata(profile: Profile) -> dict[str, Any]:
-    return {"format": FORMAT, "ranks": len(profile.ranks), "info": asdict(profile.info)}
+    info = asdict(profile.info)
+    if not profile.info.divergences:  # older profiles keep their digest
+        del info["divergences"]
+    return {"format": FORMAT, "ranks": len(profile.ranks), "info": info}
 
 
 def _tensors(profile: Profile) -> Iterator[tuple[str, npt.NDArray[Any]]]:

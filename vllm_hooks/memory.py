@@ -16,7 +16,8 @@ from manthan.codec.registry import FALLBACK, finer_codecs, needs_profile
 from manthan.codec.wht import NAME as WHT
 from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import CodecConfig, ConfigError
-from manthan.manager.session.blocks import HIGH, GroupShape, MemoryShape
+from manthan.manager.session.blocks import HIGH, GroupShape, Level, MemoryShape
+from manthan.manager.session.blocks import LEVELS as DEFAULT_LEVELS
 from manthan.manager.tiers.arena import room
 from manthan.vllm_hooks.support import FP8
 
@@ -95,8 +96,16 @@ def memory_shapes(
     shapes = []
     for main, name in zip(mains, [codec.name, *finer, None], strict=True):
         others = {each.group.index: _other(codec, name, main.codec, each.group, shards) for each in groups.others}
-        shapes.append(MemoryShape({group.index: main} | others, group.index, groups.is_whole))
+        shapes.append(MemoryShape({group.index: main} | others, group.index, groups.is_whole, levels_of(profile)))
     return shapes
+
+
+def levels_of(profile: Profile | None) -> Sequence[Level]:
+    """Return facts about blocks of each level by a profile. The default is for none, or for one without divergences."""
+    if profile is None or not profile.info.divergences:
+        return DEFAULT_LEVELS
+    told = zip((*profile.info.divergences, 0.0), profile.info.bits, strict=True)
+    return tuple(Level(divergence, 16 / bits) for divergence, bits in told)
 
 
 def group_shape(

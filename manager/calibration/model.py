@@ -2,7 +2,8 @@
 
 The cache has keys and values, or latents (MLA) and RoPE's part of keys. A metric says how much errors in the cache
 matter: half of a metric is Fisher's information (Amari, 1998), and half is made without a gradient;
-docs/calibration.md says why. This module needs torch and Transformers.
+docs/calibration.md says why. The profile is then tried on text that it was not made from, to measure what each lossy
+level (a precision of encoded blocks) costs. This module needs torch and Transformers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +19,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils import logging
 
-from manthan.codec.base import Positions
+from manthan.codec.base import Numbers, Positions
 from manthan.codec.block import piece_dim
-from manthan.codec.calibration import SINKS, Doubles, ProfileBuilder
+from manthan.codec.calibration import SINKS, Doubles, ProfileBuilder, decoded
+from manthan.codec.cpu.numbers import as_floats, bf16_bits
 from manthan.codec.errors import HeadDimError, ProfileError
-from manthan.codec.profile import ProfileInfo
+from manthan.codec.profile import Profile, ProfileInfo
 from manthan.codec.rope import Floats, Rope
 
 PIECE = 2048  # most tokens of a piece of the text. The model reads each piece without the others
 ASKED = 4  # gradients are taken of what the model predicts at the tokens of the last 1 / ASKED of a piece
 DRAWS = 2  # number of gradients of a piece, each for tokens drawn anew from the model's predictions
+MANY = 5  # least number of pieces of which one is held out, if the text has no more
 NAME = "manthan_calibration"
 OUTPUTS = ("o_proj", "out_proj", "dense")
 """Names of the output projection of attention, [hidden, query heads * head_dim]."""
@@ -66,22 +69,29 @@ class ModelReader:
         rope = Rope.of_config(config, head_dim)
         return ProfileInfo(self._name, config.num_hidden_layers, kv_heads, head_dim, rope, metric, text)
 
-    def pieces(self, text: str, tokens: int) -> list[list[int]]:
-        """Return a text's first `tokens` tokens in pieces, but no short last piece. Raises ProfileError for too few."""
+    def pieces(self, text: str, tokens: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Return a text's first `tokens` tokens in pieces, but no short last piece. Raises ProfileError for too few.
+
+        Also return at most one piece to hold out: the next tokens, or without those the last of MANY pieces.
+        """
         longest = getattr(self._config, "max_position_embeddings", None) or PIECE
         try:
             tokenizer = AutoTokenizer.from_pretrained(self._name)
         except (OSError, ValueError) as error:
             said = str(error).strip().splitlines()[0]
             raise ProfileError(f"{self._name} has no tokenizer that Transformers can load: {said}") from None
-        ids = tokenizer(text, add_special_tokens=False).input_ids[:tokens]
-        begin = tokenizer("").input_ids
+        ids, begin = tokenizer(text, add_special_tokens=False).input_ids, tokenizer("").input_ids
         length = min(PIECE, longest) - len(begin)
-        made = [begin + ids[at : at + length] for at in range(0, len(ids), length)]
-        whole = [piece for piece in made if len(piece) >= length // 2]
+
+        def cut(run: list[int]) -> list[list[int]]:
+            made = [begin + run[at : at + length] for at in range(0, len(run), length)]
+            return [piece for piece in made if len(piece) >= length // 2]
+
+        whole, rest = cut(ids[:tokens]), cut(ids[tokens : tokens + length])
         if not whole:
-            raise ProfileError(f"the text has {len(ids)} tokens, and calibrating takes {length // 2} at least.")
-        return whole
+            read = min(tokens, len(ids))
+            raise ProfileError(f"the text has {read} tokens, and calibrating takes {length // 2} at least.")
+        return (whole[:-1], whole[-1:]) if not rest and len(whole) >= MANY else (whole, rest)
 
     def read(self, builder: ProfileBuilder, pieces: Sequence[list[int]], weigh: bool, step: Callable[[], None]) -> None:
         """Have the model read pieces. Add caches to the builder; if `weigh`, metrics, too. Call `step` after each."""
@@ -100,11 +110,50 @@ class ModelReader:
                 builder.weigh(layer, *weights[layer].with_directions(*_directions(module, energy, info)))
 
     @torch.no_grad()
-    def _read(self, builder: ProfileBuilder, ids: list[int], info: ProfileInfo) -> list[Any]:
-        """Add the cache of a piece to the builder. Return the cache's layers.
+    def divergences(self, profile: Profile, ids: list[int]) -> tuple[float, ...]:
+        """Return `ProfileInfo.divergences`, measured on a piece of a text. Raises NonFiniteError; OutOfMemoryError.
 
-        Transformers stores latents as keys, and RoPE's part as values.
+        The model predicts the tokens of the last 1 / ASKED after decoded KV of the other tokens. From here on it is in
+        float32, unless its weights are quantized: in bf16, any change of the KV also changes roundings.
         """
+        if not getattr(self._model, "is_quantized", False):
+            self._model.float()
+        info, cut = profile.info, len(ids) - len(ids) // ASKED
+        layers, kinds = self._cache(ids[:cut], info), len(info.kinds)
+        rows = [[_heads(_numpy(x[0]), info) for x in (each.keys, each.values)[:kinds]] for each in layers]
+        exact = bf16_bits(np.array(rows).swapaxes(0, 1))
+
+        def predict(bits: Numbers) -> Any:
+            prefix = []
+            for each, parts in zip(layers, as_floats(bits).swapaxes(0, 1), strict=True):
+                own = [torch.from_numpy(_unpieced(x, info))[None].to(each.keys) for x in parts]
+                prefix.append([*own, *(each.keys, each.values)[kinds:]])
+            return self._predictions(ids[cut:], prefix)
+
+        wanted = predict(exact)
+        lossy = decoded(profile, exact[..., SINKS:, :], np.arange(SINKS, cut))
+        found = (predict(np.concatenate([exact[..., :SINKS, :], bits], -2)) for bits in lossy)
+        return tuple(float((wanted.exp() * (wanted - each)).sum(-1).mean()) for each in found)
+
+    def _predictions(self, ids: list[int], prefix: Sequence[Sequence[Any]]) -> Any:
+        """Return log-probabilities [tokens, vocabulary] after a prefix. prefix: the two tensors of each cache layer."""
+        cache: Any = DynamicCache(config=self._config)
+        for number, parts in enumerate(prefix):
+            cache.update(*parts, number)
+        logits = self._model(torch.tensor([ids], device=self._device), past_key_values=cache).logits[0]
+        return logits.float().log_softmax(-1)
+
+    def _read(self, builder: ProfileBuilder, ids: list[int], info: ProfileInfo) -> list[Any]:
+        """Add the cache of a piece to the builder. Return the cache's layers."""
+        layers = self._cache(ids, info)
+        for layer, found in enumerate(layers):
+            parts = [_numpy(x[0]) for x in (found.keys, found.values)[: len(info.kinds)]]
+            builder.add(layer, np.arange(len(ids)), *(_heads(x, info) for x in parts))
+        return layers
+
+    @torch.no_grad()
+    def _cache(self, ids: list[int], info: ProfileInfo) -> list[Any]:
+        """Return the layers of the cache of a piece. Transformers stores latents as keys, and RoPE's part as values."""
         cache: Any = DynamicCache(config=self._config)
         self._model(torch.tensor([ids], device=self._device), past_key_values=cache, logits_to_keep=1)
         if not all(type(layer) is DynamicLayer for layer in cache.layers):
@@ -113,9 +162,6 @@ class ModelReader:
             )
         if info.latent and any(layer.keys.shape[1::2] != (1, info.latent) for layer in cache.layers):
             raise ProfileError(f"{self._name} cannot be calibrated: Transformers does not cache its latents.")
-        for layer, found in enumerate(cache.layers):
-            parts = [_numpy(x[0]) for x in (found.keys, found.values)[: len(info.kinds)]]
-            builder.add(layer, np.arange(len(ids)), *(_heads(x, info) for x in parts))
         return list(cache.layers)
 
     def _feel(
@@ -126,14 +172,10 @@ class ModelReader:
         Returns the gradients by layer, draw and kind (keys, values), [tokens, C]. The first SINKS tokens are left out:
         they outweigh all others, and are kept exact.
         """
-        cut, cache, leaves = len(ids) - len(ids) // ASKED, DynamicCache(config=self._config), []
-        kinds = weights[0].kinds
-        for number, layer in enumerate(layers):
-            prefix = [x[:, :, :cut].detach() for x in (layer.keys, layer.values)]
-            leaves += [x.requires_grad_() for x in prefix[:kinds]]
-            cache.update(prefix[0], prefix[1], number)
-        logits = self._model(torch.tensor([ids[cut:]], device=self._device), past_key_values=cache).logits[0]
-        told = logits.float().log_softmax(-1)
+        cut, kinds = len(ids) - len(ids) // ASKED, weights[0].kinds
+        prefix = [[x[:, :, :cut].detach() for x in (layer.keys, layer.values)] for layer in layers]
+        leaves = [x.requires_grad_() for parts in prefix for x in parts[:kinds]]
+        told = self._predictions(ids[cut:], prefix)
         drawing = torch.Generator(self._device).manual_seed(seed)
         rows: list[list[list[Floats]]] = [[] for _ in weights]
         for draw in range(DRAWS):
@@ -233,6 +275,11 @@ def _energies(draws: Sequence[Sequence[Floats]], metrics: Sequence[Doubles]) -> 
 def _heads(x: Floats, info: ProfileInfo) -> Floats:
     """Return latents [1, tokens, numbers] cut into pieces, [heads, tokens, head_dim]; keys and values as they are."""
     return x[0].reshape(len(x[0]), info.heads, info.head_dim).swapaxes(0, 1) if info.latent else x
+
+
+def _unpieced(x: Floats, info: ProfileInfo) -> Floats:
+    """Undo `_heads`."""
+    return x.swapaxes(0, 1).reshape(1, x.shape[1], -1) if info.latent else x
 
 
 def _numpy(x: Any) -> Any:

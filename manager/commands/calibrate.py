@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from dataclasses import replace
 from enum import StrEnum
 from importlib.resources import files
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from manthan.codec.calibration import ProfileBuilder
-from manthan.codec.errors import ProfileError
+from manthan.codec.errors import NonFiniteError, ProfileError
 from manthan.codec.profile import LEVELS, Profile
 from manthan.manager.commands.console import make_console
 from manthan.manager.config.profiles import profile_path
@@ -56,7 +57,8 @@ def calibrate(
         soft_wrap=True,
     )
     for preset, level in LEVELS.items():
-        console.print(f"{preset}: {info.bits[level]:.2f} bits a number, and headers")
+        divergence = (*info.divergences, 0)[level]
+        console.print(f"{preset}: {info.bits[level]:.2f} bits a number, and headers; {divergence:.2g} nats")
 
 
 def made(console: Console, model: str, text: Path | None, tokens: int, ranks: int, metric: Metric) -> Profile:
@@ -72,10 +74,19 @@ def made(console: Console, model: str, text: Path | None, tokens: int, ranks: in
     info = reader.info(metric, hashlib.sha256(words.encode()).hexdigest())
     if info.rope is None and not info.latent:
         console.print(f"{model}: the RoPE of the keys is unknown; keys are taken as they are.")
-    pieces, builder = reader.pieces(words, tokens), ProfileBuilder(info, ranks)
+    (pieces, held), builder = reader.pieces(words, tokens), ProfileBuilder(info, ranks)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=len(pieces))
         reader.read(builder, pieces, metric is Metric.fisher, lambda: progress.advance(task))
         progress.update(task, description="making the profile")
-        return builder.finish()
+        profile = builder.finish()
+        progress.update(task, description="trying the profile")
+        for piece in held:
+            try:
+                divergences = reader.divergences(profile, piece)
+                profile = Profile.of(replace(profile.info, divergences=divergences), profile.ranks)
+            except (NonFiniteError, RuntimeError) as error:  # a GPU may lack memory for float32
+                said = str(error).splitlines()[0]
+                console.print(f"{model}: the levels' divergences are estimated: {said}", soft_wrap=True)
+        return profile

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from manthan.codec.profile import DIVERGENCES
 from manthan.manager.pool import BlockName
 
 Rows: TypeAlias = NDArray[np.int32]
@@ -40,7 +41,7 @@ class Level(NamedTuple):
     ratio: float  # bytes of a block in the pool, divided by those of the compressed block
 
 
-LEVELS = Level(0.032, 20), Level(0.0075, 12), Level(0.00096, 8), Level(0.00012, 5), Level(0.0, 1.6)
+LEVELS = tuple(map(Level, DIVERGENCES, (20, 12, 8, 5, 1.6)))
 """Levels 0, 1 and so on of a model without measurements of its own."""
 
 
@@ -73,6 +74,8 @@ class MemoryShape:
     main: int = 0  # group whose block hashes make up sessions
     stores_main: bool = True
     """False if no layer attends to all of a session. Then only blocks of resume points are stored."""
+    levels: Sequence[Level] = LEVELS
+    """Facts about the blocks of each level, from level 0 on: by the model's profile, which calibrated codecs need."""
 
     @cached_property
     def session_group(self) -> int:

@@ -27,7 +27,6 @@ from manthan.manager.events import DropCause, Events
 from manthan.manager.pool import MARKS, Asker, BlockName, Mark, Pool, Runway
 from manthan.manager.session.blocks import (
     HIGH,
-    LEVELS,
     LOSSLESS,
     MOST_INNER,
     NO_GROUP,
@@ -35,7 +34,6 @@ from manthan.manager.session.blocks import (
     SAVED,
     STORING,
     BlockTable,
-    Level,
     Mask,
     MemoryShape,
     Rows,
@@ -173,7 +171,6 @@ class SessionManager:
         is_shared: True if several engines use the same tier.
         ttl_s: default of the hint `ttl_s`, the seconds from a session's last use until it is forgotten; None for never.
         is_exclusive: True if tiers last no longer than the pool, so that a full tier need not hold resident blocks.
-        levels: facts about the blocks of each level, from level 0 on.
     """
 
     pool: Pool  # set by `bind`
@@ -197,7 +194,6 @@ class SessionManager:
         is_shared: bool = False,
         ttl_s: float | None = None,
         is_exclusive: bool = False,
-        levels: Sequence[Level] = LEVELS,
     ) -> None:
         self.shape, self.budget_nbytes, self.shares = shape, capacity_nbytes, shares
         self.idle_after_s, self.events, self.quality = idle_after_s, events, quality
@@ -208,7 +204,7 @@ class SessionManager:
         self.said = SaidBySession(self, ttl_s)
         self.requests: dict[str, Request] = {}
         self.job_ids = count()
-        self._is_shared, self._is_exclusive, self._levels = is_shared, is_exclusive, levels
+        self._is_shared, self._is_exclusive = is_shared, is_exclusive
         self._sink, self._wanted_sink = sink_tokens, sink_tokens
         self.due = Ranking()  # by id of an idle session, the time at which the session is to be saved
         self.saving: dict[Session, float] = {}  # for each idle session being saved, the time at which saving began
@@ -1050,7 +1046,7 @@ class SessionManager:
         byte freed. At a level, sessions are cut in the policy's order. The chance is estimated as n ** -0.5, where n is
         the number of blocks with at least this level. About n blocks are likelier to be read than the next block cut.
         """
-        levels, victims = self._levels, dict[int, Iterator[Session]]()
+        levels, victims = self.shape.levels, dict[int, Iterator[Session]]()
         for level in range(1, len(levels)):
             if self.blocks.refined(level):
                 victims[level] = self.table.victims(self.table.orders[tenant, level])

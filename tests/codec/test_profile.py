@@ -1,5 +1,6 @@
 """Profiles: files, digests, cuts, what is refused; and what a builder makes of keys and values."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -7,10 +8,20 @@ import profiles
 import pytest
 from safetensors.numpy import save
 
-from manthan.codec.calibration import RATIOS, SAMPLE, ProfileBuilder
+from manthan.codec.calibration import RATIOS, SAMPLE, ProfileBuilder, decoded
 from manthan.codec.cpu import klt
+from manthan.codec.cpu.numbers import as_floats, bf16_bits
 from manthan.codec.errors import ProfileError
-from manthan.codec.profile import GROUP, Profile, ProfileInfo, rank_heads
+from manthan.codec.profile import (
+    DIVERGENCES,
+    GROUP,
+    Profile,
+    ProfileInfo,
+    _digest,
+    _metadata,
+    _tensors,
+    rank_heads,
+)
 from manthan.codec.rope import Rope
 from manthan.codec.tables import levels
 
@@ -42,6 +53,7 @@ def test_a_digest_is_of_everything():
         replace(info, text="x"),
         replace(info, rope=None),
         replace(info, metric="x"),
+        replace(info, divergences=info.divergences[:-1]),
     ):
         digests.add(Profile.of(other, PROFILE.ranks).digest)
     group = PROFILE.groups[0]
@@ -49,7 +61,7 @@ def test_a_digest_is_of_everything():
         changed = replace(group, **{what: getattr(group, what) + 1})
         digests.add(Profile.of(info, [[changed]]).digest)
     digests.add(Profile.of(info, [[replace(group, place=(0, 3, 0, 1))]]).digest)
-    assert len(digests) == 7 + len(GROUP)
+    assert len(digests) == 8 + len(GROUP)
     assert Profile.of(info, PROFILE.ranks).digest == PROFILE.digest
 
 
@@ -104,6 +116,36 @@ def test_a_profile_of_an_older_version_is_refused(tmp_path, monkeypatch):
     assert old.digest != PROFILE.digest  # and so is the fingerprint of blocks
     with pytest.raises(ProfileError, match=r"p\.safetensors was made by an older `manthan calibrate`: run it again\."):
         Profile.load(path)
+
+
+def test_a_profile_that_tells_no_divergences_is_loaded_and_keeps_its_digest(tmp_path):
+    metadata, tensors = _metadata(PROFILE), dict(_tensors(PROFILE))
+    del metadata["info"]["divergences"]
+    digest = _digest(metadata, tensors.items())
+    path = tmp_path / "old.safetensors"
+    path.write_bytes(save(tensors, {"manthan": json.dumps(metadata | {"digest": digest})}))
+    found = Profile.load(path)
+    assert found.info == replace(PROFILE.info, divergences=())
+    assert digest == found.digest == Profile.of(found.info, found.ranks).digest
+    found.save(path)
+    assert Profile.load(path).digest == digest
+
+
+def test_divergences_without_a_model_go_by_the_errors_in_the_metric():
+    """Errors of fresh tokens that are encoded and decoded, in the space of the components; here all tokens weigh 1."""
+    keys, values, positions = profiles.kv(512, seed=5)
+    bits = bf16_bits(np.stack([keys, values]))
+    costs = np.zeros(len(levels.STEPS))
+    for level, back in enumerate(decoded(PROFILE, bits, positions)):
+        apart = as_floats(back) - as_floats(bits)
+        apart[0] = profiles.ROPE.turn_back(apart[0], positions)
+        for group in PROFILE.groups:
+            first, count, *_ = group.place
+            rows = apart[:, first : first + count].transpose(3, 1, 0, 2, 4).reshape(512, -1)
+            costs[level] += np.square(rows @ group.forward).sum()
+    told = np.array(PROFILE.info.divergences)
+    assert told == pytest.approx(DIVERGENCES[2] / costs[2] * costs, rel=0.1)
+    assert told[2] == pytest.approx(DIVERGENCES[2])
 
 
 def test_a_transform_that_cannot_be_undone():

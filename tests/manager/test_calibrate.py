@@ -1,26 +1,34 @@
 """`manthan calibrate`: a profile of a small model, where it lies, and what is refused."""
 
 from dataclasses import replace
+from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from manthan.codec import BlockFormat, BlockShape
 from manthan.codec.calibration import ProfileBuilder
-from manthan.codec.profile import LEVELS, Profile, ProfileInfo
+from manthan.codec.cpu.numbers import as_floats, bf16_bits
+from manthan.codec.model import ModelFacts
+from manthan.codec.profile import DIVERGENCES, LEVELS, Profile, ProfileInfo
 from manthan.codec.rope import Rope
+from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.cli import app
 from manthan.manager.commands.calibrate import Metric
 from manthan.manager.config.profiles import profile_path, profiles_folder
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
+import torch
 from latent_model import LATENT, LAYERS, VOCAB, make_latent_model
 
-from manthan.manager.calibration.model import ModelReader, _Weights
+from manthan.manager.calibration.model import MANY, ModelReader, _Weights
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
+TEXT = (files("manthan.manager.calibration") / "text.txt").read_text()
 
 
 def run(*words):
@@ -58,7 +66,8 @@ def test_a_profile_tells_its_model_and_every_rank_has_its_heads(calibrated):
     assert list(info.bits) == sorted(info.bits)
     assert info.bits[-1] < 16 * 0.9
     for preset, level in LEVELS.items():
-        assert f"{preset}: {info.bits[level]:.2f} bits a number" in said
+        assert f"{preset}: {info.bits[level]:.2f} bits a number, and headers; " in said
+        assert f"; {(*info.divergences, 0)[level]:.2g} nats" in said
         assert level > 3 or info.bits[level] < 16 / float(preset[4:-1])
     assert not np.array_equal(profile.ranks[0][0].mean, profile.ranks[1][0].mean)
     # Errors are large in numbers in which they do little, and in layers in which they do.
@@ -66,6 +75,42 @@ def test_a_profile_tells_its_model_and_every_rank_has_its_heads(calibrated):
     assert first[0, 0].max() > 2 * first[0, 0].min()
     kept = [np.square(group.inverse).mean(0).reshape(2, 2, -1)[:, 0].mean(1) for group in groups]
     assert np.max(kept) > 1.4 * np.min(kept)
+
+
+def test_levels_diverge_as_blocks_of_their_codecs_do(calibrated):
+    """On tokens behind those that were read: decoded as one section by the command, and in blocks here."""
+    _, profile = calibrated
+    reader, info = ModelReader(str(MODEL), "cpu"), profile.info
+    _, [held] = reader.pieces(TEXT, 4096)
+    assert info.divergences == pytest.approx(reader.divergences(profile, held))
+    assert all(coarse > 2 * fine > 0 for coarse, fine in pairwise(info.divergences))
+    prefix, rest = held[:1536], held[1536:]
+    layers = reader._cache(prefix, info)
+    exact = [[each.keys, each.values] for each in layers]
+    changed = np.stack([[x[0].numpy() for x in parts] for parts in exact], 1)  # keys and values, layers, heads
+    shape = BlockShape(4, 1, 32, 128)
+    for rank in range(2):
+        facts = ModelFacts(info.rope, profile.for_rank(rank, 2))
+        form = BlockFormat("klt-8x", shape, bytes(FINGERPRINT_LEN), facts=facts)
+        for first in range(0, len(prefix), 32):
+            at = np.s_[:, :, rank : rank + 1, first : first + 32]
+            block = form.encode(*bf16_bits(changed[at]), key=b"", first_token=first, exact=4 if first == 0 else 0)
+            changed[at] = as_floats(np.stack(form.decode(block, key=b"")))
+    with torch.no_grad():
+        wanted = reader._predictions(rest, exact)
+        found = reader._predictions(rest, torch.from_numpy(changed)[:, :, None].swapaxes(0, 1))
+    nats = float((wanted.exp() * (wanted - found)).sum(-1).mean())
+    assert nats == pytest.approx(info.divergences[LEVELS["klt-8x"]], rel=0.2)
+
+
+def test_what_is_held_out_is_behind_what_is_read_or_a_small_part_of_it():
+    reader = ModelReader(str(MODEL), "cpu")
+    read, [held] = reader.pieces(TEXT, 4094)
+    assert reader.pieces(TEXT, 6141)[0] == [*read, held]
+    whole, [last] = reader.pieces(TEXT, 10**6)
+    assert len(whole) + 1 >= MANY
+    assert reader.pieces(TEXT, 2047 * len(whole)) == (whole, [last])
+    assert [len(pieces) for pieces in reader.pieces(TEXT[:6000], 10**6)] == [1, 0]
 
 
 def test_gradients_are_of_keys_before_they_are_turned():
@@ -110,13 +155,20 @@ def test_a_profile_of_latents_is_made_by_what_errors_do_to_predictions(tmp_path)
 
 
 @pytest.mark.slow
-def test_without_a_metric_it_lies_in_the_cache_folder(cache):
+def test_without_a_metric_it_lies_in_the_cache_folder(cache, monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("too little memory\nfor float32")
+
+    monkeypatch.setattr(ModelReader, "divergences", fail)
     result = run(MODEL, "--tokens", 1024, "--metric", "none")
     assert result.exit_code == 0, result.output
+    assert "the levels' divergences are estimated: too little memory\n" in result.output
     path = profile_path(str(MODEL))
     assert path.parent == profiles_folder() == cache / "manthan" / "profiles"
     assert path.name.startswith("tiny-llama-")
-    assert Profile.load(path).info.metric == Metric.none
+    info = Profile.load(path).info
+    assert info.metric == Metric.none
+    assert info.divergences[2] == pytest.approx(DIVERGENCES[2])
 
 
 def test_places(monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ from talks import GROUP, Talks, names
 from manthan.manager.events import BlocksDropped, BlocksTrimmed, DropCause, Loading
 from manthan.manager.fronts import FrontTiers
 from manthan.manager.listing import Listing
-from manthan.manager.session.blocks import FrontTier, Level, MemoryShape
+from manthan.manager.session.blocks import LEVELS, FrontTier, Level, MemoryShape
 from manthan.manager.session.table import Shares
 
 PARTS = (5, 8, 12, 20, 60)
@@ -22,8 +22,8 @@ SHAPE = MemoryShape({0: replace(GROUP, bounds={0: 60, 16: 500}, levels=5)})
 
 def shrinking(nbytes: int, parts: tuple[int, ...] = PARTS, **more: Any) -> Talks:
     """Return talks whose tiers have room for these bytes. Heads that sessions share are not exact."""
-    shares = more.pop("shares", Shares(heads=0.0))
-    talks = Talks(1, blocks=100, shape=SHAPE, shares=shares, **more)
+    shape, shares = replace(SHAPE, levels=more.pop("levels", LEVELS)), more.pop("shares", Shares(heads=0.0))
+    talks = Talks(1, blocks=100, shape=shape, shares=shares, **more)
     talks.manager.budget_nbytes = nbytes
     talks.parts = parts
     return talks

@@ -15,7 +15,7 @@ from traffic import hasten
 from vllm import EngineArgs
 from vllm_engine import MODEL, Engine, Table
 
-from manthan.codec.profile import Profile
+from manthan.codec.profile import DIVERGENCES, Profile
 from manthan.manager.config.profiles import choose_codec, profile_path
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.messages import Candidate, ManthanWorkerMetadata
@@ -107,7 +107,8 @@ def test_new_blocks_use_the_profile_old_ones_return_and_the_next_start_has_it(
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     chosen = choose_codec(from_vllm_config(configured()).codec, MODEL)
     assert (chosen.name, chosen.path) == ("klt-8x", path)
-    assert Profile.load(path).info.metric == "attention"
+    info = Profile.load(path).info
+    assert (info.metric, info.divergences[2]) == ("attention", pytest.approx(DIVERGENCES[2]))
     assert settings(configured())[CALIBRATES] == ""
     for next_one in start_engine(blocks=131, idle=0.1, codec={"guard": False}, tiers={"max_bytes": "64MiB"}):
         talk(next_one, range(2))

@@ -12,22 +12,24 @@ import numpy as np
 import pytest
 import torch
 from scripts import run_sessions
+from talks import GROUP, Talks
 from typer.testing import CliRunner
 from vllm import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_engine import BLOCK, MODEL, Engine, Table
 
 from manthan.codec.model import ModelFacts
-from manthan.codec.profile import Profile
+from manthan.codec.profile import DIVERGENCES, Profile
 from manthan.manager.cli import app
 from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.profiles import profile_path
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.session.blocks import HIGH
+from manthan.manager.session.blocks import HIGH, MemoryShape
+from manthan.manager.session.table import Shares
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.groups import KvCacheGroup
-from manthan.vllm_hooks.memory import Shards, group_shape
+from manthan.vllm_hooks.groups import Groups, KvCacheGroup
+from manthan.vllm_hooks.memory import Shards, group_shape, memory_shapes
 from manthan.vllm_hooks.settled import DIGEST, settle_codec, settled_profile
 from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.transfer_config import from_vllm_config, settings
@@ -129,6 +131,30 @@ def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
     assert (centred.levels, centred.level) == (1, HIGH)
     with pytest.raises(ConfigError, match="is of 4 layers, but 3 have a KV cache of their own"):
         group_shape(codec, group(3), Shards(1), profile)
+
+
+def test_the_budget_cuts_what_costs_least_by_the_profile(tiny_profile: Path) -> None:
+    """If the profile tells no divergences, what costs least is that of no model in particular."""
+    made, codec = Profile.load(tiny_profile), CodecConfig(name="klt-exact", sink_tokens=4)
+
+    def shape(profile: Profile) -> MemoryShape:
+        [first, *others] = memory_shapes(codec, Groups(group()), Shards(1), profile)
+        assert all(each.levels == first.levels for each in others), "earlier blocks are cut when the guard has refused"
+        return first
+
+    def left(*divergences: float) -> list[int]:
+        told = Profile.of(replace(made.info, divergences=divergences), made.ranks)
+        of_blocks = {0: replace(GROUP, bounds={0: 60, 16: 500}, levels=5)}
+        talks = Talks(1, blocks=100, shape=replace(shape(told), groups=of_blocks), shares=Shares(heads=0.0))
+        talks.manager.budget_nbytes, talks.parts = 180, (5, 8, 12, 20, 60)
+        talks.go_cold(*"abcde")
+        rows = [session.rows for session in talks.manager.table.by_id.values()]
+        return [int(level) for of_session in rows for level in talks.manager.blocks.level[of_session]]
+
+    assert left() == left(*DIVERGENCES[:-1]) == [3, 3, 3, 4, 4]
+    assert left(0.9, 0.8, 0.7, 0.69) == [2, 2, 2, 4, 4]
+    assert [each.divergence for each in shape(made).levels] == [*made.info.divergences, 0.0]
+    assert [each.ratio for each in shape(made).levels] == [16 / bits for bits in made.info.bits]
 
 
 def test_a_codec_without_a_gpu_version_is_refused() -> None:
