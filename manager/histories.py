@@ -87,8 +87,9 @@ class Histories:
             case Evicted(_, blocks, tokens=tokens, cold_nbytes=nbytes, took_s=seconds):
                 why = "Memory was short. " if event.is_pressed else ""
                 before = ", the others before" if event.stored < blocks else ""
+                when = f"in {seconds:.3g} s" if seconds else "at once"
                 text = (
-                    f"{why}Went cold in {seconds:.3g} s: {tokens} tokens, {human_bytes(nbytes)} compressed "
+                    f"{why}Went cold {when}: {tokens} tokens, {human_bytes(nbytes)} compressed "
                     f"({event.stored} of {blocks} blocks encoded{before})."
                 )
                 return HistoryEvent(at, EventKind.EVICTED, text, tokens, blocks, nbytes, seconds)

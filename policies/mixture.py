@@ -109,11 +109,11 @@ class ShadowCache:
 
 
 class Mixture(Returns):
-    """Policy that names the victims of `Returns` or of lru, whichever leads a `Contest`.
+    """Policy that drops the sessions whose return is least likely, or the least recently used, whichever finds more.
 
-    Shadows as large as the real cache measure the bytes that each policy finds. lru leads at first. With many sessions,
-    shadows see a sample of the sessions, chosen by a hash of the id. A shadow's capacity is then scaled down by the
-    same factor. With n sessions, a call or a victim takes O(log n) on average.
+    `Returns` and lru are in a `Contest`: shadows as large as the real cache measure the bytes that each finds. lru
+    leads at first. With many sessions, shadows see a sample of the sessions, chosen by a hash of the id. A shadow's
+    capacity is then scaled down by the same factor. With n sessions, a call or a victim takes O(log n) on average.
     """
 
     def __init__(self, options: Any = None, model: ReturnModel | None = None) -> None:

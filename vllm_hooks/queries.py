@@ -71,8 +71,10 @@ class Queries:
         session = self._listing.find(asked["id"], bound)
         if session is None:
             least = self._half.config.idle.min_tokens
-            short = f" (fewer than {least} tokens are not: idle.min_tokens)" if least else ""
-            return _refused(UNKNOWN, f"No blocks of a session {asked['id']!r} are kept{short}.")
+            short = f" (sessions of fewer than {least} tokens are not: idle.min_tokens)" if least else ""
+            return _refused(
+                UNKNOWN, f"No blocks of a session {asked['id']!r} are kept: none ever were{short}, or all were dropped."
+            )
         shown = self._listing.info(session, bound, offset)
         if what == "session":
             histories = self._half.telemetry.histories

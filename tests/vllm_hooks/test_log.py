@@ -26,8 +26,10 @@ def test_what_was_encoded_before_and_why_so_soon_is_said() -> None:
     with logged.said(logging.INFO) as said:
         tell_eviction(Evicted("a", 62, 0, 1984, 62, 1, 1, 15, 0, 0.1, 0.005, True))
         tell_eviction(Evicted("a", 62, 0, 1984, 62, 62, 15, 15, 1, 2.0, 0.005, False))
+        tell_eviction(Evicted("a", 62, 0, 1984, 62, 62, 15, 15, 0, 2.0, 0.0, False))
     assert said[0].endswith("1 encoded in 5 ms, 61 before, because memory was short")
     assert said[1].endswith("62 encoded in 5 ms, 1 with tokens kept exact")
+    assert said[2].endswith("(4.13x), 62 encoded ahead")
 
 
 def test_names_are_escaped(lines: list[str]) -> None:

@@ -76,14 +76,15 @@ def tell_eviction(eviction: "Evicted") -> None:
     """Log a session that went cold: all its full blocks are saved."""
     before = eviction.blocks + eviction.at_points - eviction.stored
     ratio = eviction.pool_nbytes / max(1, eviction.cold_nbytes)
-    said = f", {before} before" if before > 0 else ""
+    said = f" in {eviction.took_s * 1e3:.0f} ms" if eviction.took_s >= 5e-4 else " ahead"
+    said += f", {before} before" if before > 0 else ""
     said += f", {eviction.exact} with tokens kept exact" if eviction.exact else ""
     said += ", because memory was short" if eviction.is_pressed else ""
     logger.info(
         f"Manthan: session {printable(eviction.session_id)} went cold after {eviction.idle_s:.1f} s idle: "
         f"{eviction.blocks} blocks ({eviction.tokens} tokens){_of_points(eviction.at_points)}, "
         f"{human_bytes(eviction.pool_nbytes)} to {human_bytes(eviction.cold_nbytes)} ({ratio:.2f}x), "
-        f"{eviction.stored} encoded in {eviction.took_s * 1e3:.0f} ms{said}"
+        f"{eviction.stored} encoded{said}"
     )
 
 
