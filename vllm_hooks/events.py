@@ -23,6 +23,7 @@ from vllm.v1.request import Request
 from manthan.manager.events import BlocksDropped, BlocksSaved, Event
 from manthan.manager.pool import BlockName
 from manthan.manager.session.manager import SessionManager
+from manthan.vllm_hooks.http.hints import tenant_of
 
 if TYPE_CHECKING:
     from manthan.manager.session.blocks import Rows
@@ -39,17 +40,29 @@ OWNER = "manthan"
 """Value of `ownership` in events, because blocks of further connectors may have the same medium."""
 
 
+Source = tuple[int | None, str | None, str | None, str | None]
+"""Id and name of a request's LoRA adapter, the request's session id, and the session's parent."""
+
+
 class Note(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """Facts of a block for an event. parent: hash of the previous block; None for the first block.
 
-    tokens: ids of the block's tokens. extra_keys: as in vLLM's events. source: id and name of the LoRA adapter, and the
-    session id of the request.
+    tokens: ids of the block's tokens. extra_keys: as in vLLM's events. source: of the request that first had the block.
     """
 
     parent: bytes | None
     tokens: list[int]
     extra_keys: list[Any] | None
-    source: tuple[int | None, str | None, str | None]
+    source: Source
+
+
+class BlockStoredWithParent(BlockStored, tag="BlockStored"):
+    """BlockStored with the parent of the session `session_id`, for which this session works as a sub-agent.
+
+    A field and not an event type of its own, because routers ignore unknown fields but refuse unknown types.
+    """
+
+    parent_session_id: str | None = None
 
 
 class KvEvents:
@@ -62,7 +75,7 @@ class KvEvents:
         The main group is the group whose blocks make up sessions. A group with equally large blocks has the same
         hashes, and uses the notes under the main group.
         """
-        self._blocks, self._groups = manager.blocks, groups
+        self._blocks, self._table, self._groups = manager.blocks, manager.table, groups
         self._main, self._session_group = groups.main.index, manager.shape.session_group
         self._medium, locality = PLACES[place]
         self._locality = locality.value
@@ -103,20 +116,21 @@ class KvEvents:
         """Note facts of blocks of a group. spans: of each block, index of the first token, and of the next block's."""
         spans = [span for span in spans if (group, self._hash_at(request, span[1])) not in self.notes]
         hashes = [self._hash_at(request, end) for _, end in spans]
-        for row, name, (first, end) in zip(self._find_rows(group, hashes).tolist(), hashes, spans, strict=True):
+        lora, name = request.lora_request, request.session_id
+        parent = self._table.parent_of(name, tenant_of(request))
+        source = (lora.adapter_id, lora.name, name, parent) if lora else (None, None, name, parent)
+        for row, block_hash, (first, end) in zip(self._find_rows(group, hashes).tolist(), hashes, spans, strict=True):
             if row >= 0:
-                self.notes[group, name] = self._note(request, first, end)
+                self.notes[group, block_hash] = self._note(request, first, end, source)
         for other, spec in enumerate(self._specs):
             if spec.block_size == self._specs[group].block_size:  # some blocks were saved before this note
                 rows = self._blocks.find(other, hashes)
                 for at in ((rows >= 0) & self._blocks.is_saved(rows)).nonzero()[0].tolist():
                     self._changed[other, hashes[at]] = int(self._blocks.depth[rows[at]])
 
-    def _note(self, request: Request, first: int, end: int) -> bytes:
+    def _note(self, request: Request, first: int, end: int, source: Source) -> bytes:
         extra_keys, _ = generate_block_hash_extra_keys(request, first, end, 0)
         told = to_event_extra_keys([extra_keys] if extra_keys else None)
-        lora = request.lora_request
-        source = (lora.adapter_id, lora.name, request.session_id) if lora else (None, None, request.session_id)
         parent = self._hash_at(request, first) if first else None
         tokens = list(request.all_token_ids[first:end])
         return msgspec.msgpack.encode(Note(parent, tokens, list(told[0] or ()) if told else None, source))
@@ -196,10 +210,10 @@ class KvEvents:
     def _begun(self, name: BlockName, note: Note, medium: str) -> BlockStored:
         group, block_hash = name
         spec, extra_keys = self._specs[group], note.extra_keys
-        lora_id, lora_name, session_id = note.source
+        lora_id, lora_name, session_id, parent = note.source
         if extra_keys is not None:  # msgpack has no tuples
             extra_keys = [tuple(key) if isinstance(key, list) else key for key in extra_keys]
-        return BlockStored(
+        return BlockStoredWithParent(
             block_hashes=[_told_hash(block_hash)],
             parent_block_hash=None if note.parent is None else _told_hash(note.parent),
             token_ids=note.tokens,
@@ -212,6 +226,7 @@ class KvEvents:
             kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
             kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
             session_id=session_id,
+            parent_session_id=parent,
         )
 
 

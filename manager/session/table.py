@@ -286,6 +286,10 @@ class SessionTable:
         found = () if name is None else self._named[tenant, name]
         return next((session.rows for session in found), NO_ROWS)
 
+    def parent_of(self, name: str | None, tenant: str) -> str | None:
+        """Return the parent of the tenant's first session of this name with a parent; None without such a session."""
+        return next((one.parent for one in self._named[tenant, name] if one.parent), None)
+
     def stay_out(self, session: Session, stays_out: bool) -> None:
         """Set `stays_out` of a session, and of all the tenant's sessions of the same name."""
         for one in (session, *self._named[session.tenant, session.name]):

@@ -24,7 +24,7 @@ from manthan.manager.tiers.sealed import Sealer, SealError
 logger = logging.getLogger("vllm.manthan.disk")
 
 JOURNAL = "sessions.sqlite"
-SCHEMA = 7  # version of the format. A journal of another version is emptied
+SCHEMA = 8  # version of the format. A journal of another version is emptied
 CLOSE_S = 5.0  # most seconds that `close` waits
 REST_S = 1.0  # seconds until the next try after a failed write
 TABLE = """

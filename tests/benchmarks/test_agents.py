@@ -4,19 +4,25 @@ import json
 import lzma
 import math
 import re
+import shlex
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import combinations, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from bench_command import is_png, refusal, report, run
+from documents import REPO, commands
 from vllm.benchmarks.datasets.datasets import TimedTrace
+from vllm.benchmarks.serve import add_cli_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from warm_server import warm_server
 
 from manthan.benchmarks import agents_run, capacity_arms
@@ -24,7 +30,7 @@ from manthan.benchmarks.agents_report import Point, cliffs, merged, points_of, s
 from manthan.benchmarks.agents_trace import Scale, agents_of, made_up_trace, read_agents, sessions_of
 from manthan.benchmarks.arms import make_console
 from manthan.benchmarks.endpoint import Reply
-from manthan.benchmarks.load_chats import Chat
+from manthan.benchmarks.load_chats import Chat, Replay, replayed
 from manthan.benchmarks.progress import Bar
 from manthan.benchmarks.restore import SPARE_POSITIONS
 from manthan.benchmarks.served import Served
@@ -33,6 +39,7 @@ from manthan.codec import DEFAULT
 from manthan.manager.session.blocks import LEVELS
 
 TRACE = Path("tests/data/coding_agents.jsonl.xz")
+DOCUMENT = REPO / "docs" / "agents.md"
 SCALE = Scale(64, 10, 2000, 1000)
 
 
@@ -99,28 +106,80 @@ def test_a_trace_without_names_has_the_sessions_that_go_on() -> None:
     assert turns == [[[*turn.said.tokens] for turn in chat.turns] for chat in sessions_of(trace, SCALE)]
 
 
-def test_vllm_s_client_reads_the_same_trace(tmp_path: Path) -> None:
-    """A prompt has as many tokens, and prompts begin alike as far as ours do."""
+def documented(*words: str) -> list[str]:
+    """Return each command of the document that has all of these words."""
+    return [one.text for one in commands(DOCUMENT) if {*words} <= {*one.words}]
+
+
+def shortened(lines: str) -> str:
+    """Return lines of a trace as the document's command shortens them for the tests' model."""
+    [command] = documented("python", "-c")
+    script = shlex.split(command)[2]
+    return subprocess.run(
+        [sys.executable, "-c", script], input=lines, capture_output=True, text=True, check=True
+    ).stdout
+
+
+WHOLE = ("--timed-trace-chunk-hash-size", "512", "--timed-trace-sec-multiplier", "0.001")
+"""Options for the trace as it is."""
+
+
+@pytest.mark.parametrize("more", [(), WHOLE], ids=["short", "whole"])
+def test_vllm_s_client_asks_the_same(more: tuple[str, ...], tmp_path: Path) -> None:
+    """The commands of the document: times, numbers of tokens, and as far as which block prompts begin alike."""
+    [command], [ours] = documented("vllm", "bench", "serve"), documented("manthan", "bench", "load", "--trace")
+    shrink, speed = (
+        1.0 if more else float(ours.partition(f"{name} ")[2].split()[0]) for name in ("--shrink", "--speed")
+    )
     with lzma.open(TRACE, "rt") as file:
-        lines = file.read().splitlines()
-    name = json.loads(lines[0])["session_id"]
-    mine = [line for line in lines if json.loads(line)["session_id"] == name][:5]
-    path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(mine) + "\n")
-    labels = {
-        f"timed_trace_label_{label}": label for label in ("timestamp", "input_length", "output_length", "hash_ids")
-    }
-    theirs = TimedTrace(
-        dataset_path=str(path), timed_trace_chunk_hash_size=512, timed_trace_sec_multiplier=0.001, **labels
-    ).sample(Tokenizer(), len(mine))
-    [session] = sessions_of(read_agents(str(path)), Scale(1, 1, 1 << 20, 1000))
-    ours = [[*turn.said.tokens] for turn in session.turns]
-    assert [len(prompt) for prompt in ours] == [sample.prompt_len for sample in theirs]
-    assert [turn.answer_tokens for turn in session.turns] == [sample.expected_output_len for sample in theirs]
-    pauses = [round(b.timestamp - a.timestamp, 6) for a, b in pairwise(theirs)]
-    assert [round(turn.pause_s, 6) for turn in session.turns[1:]] == pauses
-    for n in range(1, len(mine)):
-        assert alike(ours[n - 1], ours[n]) // 512 == alike(theirs[n - 1].prompt, theirs[n].prompt) // 512
+        lines = "".join(islice(file, 12))
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    options = vars(parser.parse_args([*shlex.split(command)[3:], *more]))
+    first, theirs = tmp_path / "first.jsonl", tmp_path / "theirs.jsonl"
+    first.write_text(lines)
+    theirs.write_text(lines if more else shortened(lines))
+    assert options["num_prompts"] >= 12
+    samples = TimedTrace(**options | {"dataset_path": str(theirs)}).sample(Tokenizer(), options["num_prompts"])
+    chats = replayed(Replay(first, speed, shrink, 0), read_agents(str(first)), 1 << 20, 1000)
+    turns = [turn for chat in chats for turn in chat.turns]
+    assert [len(turn.said.tokens) for turn in turns] == [sample.prompt_len for sample in samples]
+    assert [turn.answer_tokens for turn in turns] == [sample.expected_output_len for sample in samples]
+    assert [chat.starts_s for chat in chats] == pytest.approx([one.timestamp - samples[0].timestamp for one in samples])
+    block = options["timed_trace_chunk_hash_size"]
+    shared = [alike(a.said.tokens, b.said.tokens) // block for a, b in combinations(turns, 2)]
+    assert shared == [alike(a.prompt, b.prompt) // block for a, b in combinations(samples, 2)]
+    assert max(shared) > 100
+    names = [json.loads(line)["session_id"] for line in lines.splitlines()]
+    for session in sessions_of(read_agents(str(first)), Scale(shrink, speed, 1 << 20, 1000)):
+        mine = [sample for sample, name in zip(samples, names, strict=True) if name == session.name]
+        told = [(len(turn.said.tokens), turn.answer_tokens) for turn in session.turns]
+        assert told == [(sample.prompt_len, sample.expected_output_len) for sample in mine]
+        pauses = [after.timestamp - before.timestamp for before, after in pairwise(mine)]
+        assert [turn.pause_s for turn in session.turns[1:]] == pytest.approx(pauses)
+        for (one, other), (a, b) in zip(pairwise(session.turns), pairwise(mine), strict=True):
+            assert alike(one.said.tokens, other.said.tokens) // block == alike(a.prompt, b.prompt) // block
+
+
+@pytest.mark.slow
+def test_vllm_s_client_replays_the_trace_on_a_server(tmp_path: Path) -> None:
+    """As the document says, with the trace's first requests."""
+    with lzma.open(TRACE, "rt") as file:
+        lines = shortened("".join(islice(file, 3)))
+    (tmp_path / "short.jsonl").write_text(lines)
+    [command] = documented("vllm", "bench", "serve", "short.jsonl")
+    size = ("--dtype", "bfloat16", "--block-size", "32", "--num-gpu-blocks-override", "256", "--max-model-len", "4096")
+    with warm_server(str(REPO / "tests/data/tiny-llama"), [*size, "--enforce-eager"], tmp_path / "log") as server:
+        server.wait_until_ready(300)
+        program = str(Path(sys.executable).with_name("vllm"))
+        more = ("--base-url", server.url, "--save-result", "--result-filename", "found.json")
+        subprocess.run([program, *shlex.split(command)[1:], *more], cwd=tmp_path, check=True)
+        metrics = server.metrics()
+    found, asked = json.loads((tmp_path / "found.json").read_text()), [json.loads(line) for line in lines.splitlines()]
+    assert (found["completed"], found["failed"]) == (3, 0)
+    for name, counter in (("input", "prompt"), ("output", "generation")):
+        tokens = sum(each[f"{name}_length"] for each in asked)
+        assert found[f"total_{name}_tokens"] == metrics[f"vllm:{counter}_tokens_total"] == tokens
 
 
 def test_a_model_may_be_the_name_of_a_public_shape(tmp_path: Path) -> None:

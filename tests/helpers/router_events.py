@@ -1,9 +1,10 @@
 """A router's half of KV events, written from what routers document, without vLLM's classes.
 
 Dynamo documents both forms of an event: a map with the tag under `type`, which vLLM publishes, and an array with the
-tag first, which earlier releases publish and llm-d reads. See "ZMQ KV Event Wire Parsing" of the crate dynamo-kv-router
+tag first, which earlier releases publish. llm-d reads both. Both routers ignore unknown fields, and refuse a batch with
+an unknown tag. See "ZMQ KV Event Wire Parsing" of the crate dynamo-kv-router
 (https://docs.rs/crate/dynamo-kv-router/1.3.0/source/src/zmq_wire/README.md), and for llm-d the repository
-llm-d/llm-d-kv-cache, pkg/kvevents/engineadapter/vllm_adapter.go.
+llm-d/llm-d-router, pkg/kvevents/engineadapter/vllm_adapter.go.
 """
 
 from collections.abc import Mapping, Sequence

@@ -185,6 +185,8 @@ def test_a_parent_may_come_after_its_child_and_is_one_of_the_same_tenant() -> No
     relatives = talks.manager.table.relatives
     assert relatives(talks.session("acme/parent")) == [talks.session("acme/child")]
     assert relatives(talks.session("beta/child")) == []
+    told = [talks.manager.table.parent_of(*who) for who in (("child", "beta"), ("child", ""), ("parent", "acme"))]
+    assert told == ["parent", None, None]
 
 
 def test_a_family_is_bounded() -> None:

@@ -10,13 +10,11 @@ import pytest
 import zmq
 from router_events import Index, WireError, event, read
 from saved_requests import BLOCKS, TOKENS, Engine, asked
-from vllm.distributed.kv_events import AllBlocksCleared, KVCacheEvent, KVEventBatch, ZmqEventPublisher
+from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch, ZmqEventPublisher
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
-from manthan.manager.fronts import FrontTiers
-from manthan.manager.listing import Listing, Query
 from manthan.manager.session.hints import parse_hints
 
 PATIENCE_MS = 10_000
@@ -83,14 +81,18 @@ def test_a_router_finds_what_is_saved_until_it_is_dropped(
 
 
 def test_a_router_learns_whom_a_sub_agent_works_for(wire: Wire) -> None:
-    """Events have no field for the parent: they name the session, and the listing names its parent."""
+    """vLLM's own classes, which lack the parent, read the same event."""
     engine, request = Engine(), asked(session_id="worker")
-    stored = wire.send(engine.ours(request, hints=parse_hints({"parent_session_id": "planner"})))
-    [told] = {(tag, fields["session_id"]) for tag, fields in stored}
-    assert told == ("BlockStored", "worker")
-    listing = Listing(engine.manager, FrontTiers(engine.manager, []), ["host"])
-    listed = {info.id: info.parent for info in listing.page(Query()).sessions}
-    assert listed[told[1]] == "planner"
+    ours = engine.ours(request, hints=parse_hints({"parent_session_id": "planner"}))
+    [(tag, fields)] = wire.send(ours)
+    assert (tag, fields["session_id"], fields["parent_session_id"]) == ("BlockStored", "worker", "planner")
+    batch = msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=list(ours), data_parallel_rank=0))
+    [theirs] = msgspec.msgpack.decode(batch, type=KVEventBatch).events
+    assert type(theirs) is BlockStored
+    assert all(getattr(theirs, name) == getattr(ours[0], name) for name in theirs.__struct_fields__)
+    index = Index()
+    index.take([(tag, fields)])
+    assert index.prefix("CPU", list(request.all_token_ids)) == BLOCKS * TOKENS
 
 
 def test_blocks_of_a_window_come_under_their_group(wire: Wire) -> None:
@@ -106,14 +108,14 @@ def test_blocks_of_a_window_come_under_their_group(wire: Wire) -> None:
 
 def as_array(one: KVCacheEvent) -> list[Any]:
     """Return an event as a release of vLLM encodes it whose events are arrays."""
-    said = [type(one).__name__, *(getattr(one, name) for name in one.__struct_fields__)]
+    said = [one.__struct_config__.tag, *(getattr(one, name) for name in one.__struct_fields__)]
     return list(msgspec.msgpack.decode(msgspec.msgpack.encode(said)))
 
 
 @pytest.mark.parametrize("options", [{}, {"session_id": "alice", "lora_request": ADAPTER}])
 def test_fields_are_in_the_order_of_the_array(options: dict[str, Any]) -> None:
     engine, request = Engine(), asked(**options)
-    for one in (*engine.ours(request), *engine.forget()):
+    for one in (*engine.ours(request, hints=parse_hints({"parent_session_id": "bob"})), *engine.forget()):
         tag, by_name = event(msgspec.msgpack.decode(msgspec.msgpack.encode(one)))
         other_tag, by_place = event(as_array(one))
         assert tag == other_tag
