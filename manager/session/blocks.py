@@ -5,7 +5,7 @@ needed to continue. A block's row is its number in this table. Facts about block
 about 120 bytes a block, without a Python object. Bytes are of all ranks together. Only this module changes columns.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -145,6 +145,7 @@ class BlockTable:
         self.origin = np.zeros(_FIRST_ROWS, np.int32)  # `Session.number` of a session with the block; 0 if unknown
         self._slot = np.zeros(_FIRST_ROWS, np.int32)  # slot of the hash index that has the row
         self._columns = list(vars(self))
+        self.freed: Callable[[Rows], None] = lambda rows: None  # called with rows that are about to be freed
         self._free = np.arange(_FIRST_ROWS, dtype=np.int32)[::-1].copy()
         self._free_count = _FIRST_ROWS
         self._index = np.full((2 * _FIRST_ROWS // _WAYS, _WAYS), _EMPTY, np.int32)
@@ -315,6 +316,7 @@ class BlockTable:
         if not len(gone):
             return
         gone = gone[(self.holds[gone] == 0) & (self.pins[gone] == 0) & (self.status[gone] == 0)]
+        self.freed(gone)
         self._index.ravel()[self._slot[gone]] = _GONE
         self.group[gone] = -128  # no group's number, so that `_probe` never finds the row
         self._free[self._free_count : self._free_count + len(gone)] = gone
