@@ -183,7 +183,8 @@ class Driver:
         if request.found is None:
             request.found = resident + brought
             blocks, missed = self.manager.blocks, rows[resident + brought : usable]
-            if lost := int(((blocks.users[missed] > 0) & (blocks.status[missed] == 0)).sum()):
+            missed = missed[blocks.status[missed] == 0]
+            if len(missed) and (lost := int((blocks.users[missed] > 0).sum())):
                 self.manager.events(Overwritten(lost))
         self._waiting.pop(request_id, None)
         if self.prefetcher.ready and resident:
@@ -207,18 +208,17 @@ class Driver:
         marks, owner = self._pool.marks, request.session.owner
         for mark, groups in ((Mark.DECODED, decoded), (Mark.DERIVED, derived)):
             for block_ids in groups:
-                marks.set(block_ids, mark, owner)
-        for block_ids in decoded:  # the other engine's codec may be too coarse for the hint `quality: high`
-            marks.coarsen(block_ids)
+                # the other engine's codec may be too coarse for the hint `quality: high`
+                marks.set(block_ids, mark, owner, is_coarse=mark is Mark.DECODED)
         request.lossy += self._lossy_tokens([[*first, *behind] for first, behind in zip(decoded, derived, strict=True)])
 
     def computed(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Mark as DERIVED the blocks that a request has computed behind lossy blocks. Leave loaded blocks alone."""
         request = self._requests.get(request_id)
-        if request is not None and request.lossy:
-            marks = self._pool.marks
-            derived = set(block_ids) - marks.lossy(block_ids) - request.exact
-            marks.set(derived, Mark.DERIVED, request.session.owner)
+        if request is None or not request.lossy:
+            return
+        if derived := self._pool.marks.exact(block_ids) - request.exact:
+            self._pool.marks.set(derived, Mark.DERIVED, request.session.owner)
 
     def cached(self, request_id: str, blocks: int) -> None:
         """Note that at least the first `blocks` full blocks of a running request are in the prefix cache."""
@@ -254,17 +254,23 @@ class Driver:
         self._loading[request_id] = Answers(jobs, request.session.session_id)
         self._load_of.update((job.job_id, request_id) for job in jobs)
         self._loads += jobs
+        lossy = 0
         for job in jobs:
             is_main = job.group == manager.shape.session_group
             found = rows[: len(job)] if is_main else manager.blocks.find(job.group, job.block_hashes)
-            marks = manager.loaded_marks(found)
-            for mark in np.bincount(marks).nonzero()[0].tolist():
-                self._pool.marks.set(job.block_ids[marks == mark].tolist(), MARKS[mark], request.session.owner)
-            request.exact.update(job.block_ids[marks == Mark.EXACT].tolist())
+            marks, ids = manager.loaded_marks(found), job.block_ids
+            kinds = 2 * marks + manager.is_coarse(found)
+            counts = np.bincount(kinds, minlength=2).tolist()
+            for kind, count in enumerate(counts):
+                if count:
+                    some = (ids if count == len(ids) else ids[kinds == kind]).tolist()
+                    self._pool.marks.set(some, MARKS[kind >> 1], request.session.owner, bool(kind & 1))
+                    if kind < 2:
+                        request.exact.update(some)
+            lossy = max(lossy, sum(counts[2:]))
             if manager.shape.groups[job.group].levels > 1:
                 manager.events(Loading(manager.blocks.level[found[marks == Mark.DECODED]].tolist()))
-            self._pool.marks.coarsen(job.block_ids[manager.is_coarse(found)].tolist())
-        request.lossy += self._lossy_tokens([job.block_ids.tolist() for job in jobs])
+        request.lossy += lossy * manager.shape.block_tokens
 
     def _lossy_tokens(self, block_ids: Iterable[Sequence[int]]) -> int:
         """Return the number of lossy tokens, by the group with most lossy blocks. block_ids: a list for each group."""
@@ -501,7 +507,8 @@ class Driver:
             request.was_loaded |= event.good > 0
             request.is_unserved |= STORE_DOWN in failed.values()
             if not failed:
-                self._pool.loaded([block_id for job in answers.jobs for block_id in job.block_ids.tolist()])
+                for job in answers.jobs:
+                    self._pool.loaded(job.block_ids.tolist())
             else:  # vLLM computes all blocks behind the good ones
                 loaded = [job.block_ids.tolist() for job in answers.jobs]
                 request.lossy -= self._lossy_tokens(loaded)

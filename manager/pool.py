@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeAlias
 
+from msgspec import Struct
+
 BlockName: TypeAlias = tuple[int, bytes]  # KV cache group and block hash
 Owner: TypeAlias = tuple[str, str]
 """Tenant and name of a session, common to all branches of the session; see `Session.owner`.
@@ -16,7 +18,7 @@ Owner: TypeAlias = tuple[str, str]
 A lossy block (see `Mark`) has the owner of the session for which its KV was made, and serves only this owner.
 """
 Asker: TypeAlias = Owner | tuple[str, str, str]
-"""Owner of a request's session, followed by "high" if the request refuses coarse blocks; see `Marks.coarsen`."""
+"""Owner of a request's session, followed by "high" if the request refuses coarse blocks; see `Marks.set`."""
 
 
 class Mark(IntEnum):
@@ -30,57 +32,66 @@ class Mark(IntEnum):
 MARKS = tuple(Mark)  # marks by value. MARKS[value] is ten times as fast as Mark(value)
 
 
+class _Lossy(Struct, frozen=True, gc=False):
+    """Facts about lossy blocks of a session."""
+
+    mark: Mark
+    owner: Owner | None
+    is_coarse: bool = False
+
+
 class Marks:
     """Mark and owner of each block of a pool, by block id. A new block is EXACT."""
 
     def __init__(self) -> None:
-        self._owners: dict[int, Owner | None] = {}  # by block id, of all lossy blocks
-        self.decoded, self._coarse = set[int](), set[int]()
+        self._lossy: dict[int, _Lossy] = {}  # by block id; exact blocks are left out
+        self.decoded = set[int]()
 
     def __bool__(self) -> bool:
         """True if any block is lossy."""
-        return bool(self._owners)
+        return bool(self._lossy)
 
     def __getitem__(self, block_id: int) -> Mark:
-        if block_id not in self._owners:
-            return Mark.EXACT
-        return Mark.DECODED if block_id in self.decoded else Mark.DERIVED
+        found = self._lossy.get(block_id)
+        return Mark.EXACT if found is None else found.mark
 
     def lossy(self, block_ids: Iterable[int]) -> set[int]:
         """Return the ids among `block_ids` of lossy blocks."""
-        return self._owners.keys() & block_ids if self._owners else set()
+        return self._lossy.keys() & block_ids if self._lossy else set()
 
-    def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None) -> None:
-        """Mark blocks. An exact block has no owner."""
-        marked = dict.fromkeys(block_ids, owner)
-        self._coarse.difference_update(marked if self._coarse else ())
+    def exact(self, block_ids: Iterable[int]) -> set[int]:
+        """Return the ids among `block_ids` of exact blocks."""
+        return set(block_ids).difference(self._lossy)
+
+    def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None, is_coarse: bool = False) -> None:
+        """Mark blocks. An exact block has no owner.
+
+        is_coarse: True if the blocks are too coarse for requests with the hint `quality: high`.
+        """
+        marked = dict.fromkeys(block_ids, _Lossy(mark, owner, is_coarse))
         (self.decoded.update if mark is Mark.DECODED else self.decoded.difference_update)(marked)
         if mark:
-            self._owners.update(marked)
+            self._lossy.update(marked)
         else:
             for block_id in self.lossy(marked):
-                del self._owners[block_id]
-
-    def coarsen(self, block_ids: Iterable[int]) -> None:
-        """Note that marked blocks are too coarse for requests with the hint `quality: high`."""
-        self._coarse.update(block_ids)
+                del self._lossy[block_id]
 
     def clear(self, block_ids: Iterable[int]) -> None:
         """Mark newly allocated blocks EXACT."""
-        if self._owners:
+        if self._lossy:
             self.set(block_ids, Mark.EXACT, None)
 
     def copy(self, source: int, target: int) -> None:
         """Give block `target`, a copy of block `source`, the same mark and owner."""
-        self.set((target,), self[source], self._owners.get(source))
-        if source in self._coarse:
-            self.coarsen((target,))
+        found = self._lossy.get(source, _Lossy(Mark.EXACT, None))
+        self.set((target,), found.mark, found.owner, found.is_coarse)
 
     def serves(self, block_id: int, asker: Asker | None) -> bool:
         """True if a request of `asker` may use this block. None stands for a request that takes exact KV only."""
-        if block_id not in self._owners or asker is None:
-            return block_id not in self._owners
-        return self._owners[block_id] == asker[:2] and (len(asker) == 2 or block_id not in self._coarse)
+        found = self._lossy.get(block_id)
+        if found is None or asker is None:
+            return found is None
+        return found.owner == asker[:2] and (len(asker) == 2 or not found.is_coarse)
 
 
 class FreeBlock(NamedTuple):

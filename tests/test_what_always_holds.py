@@ -252,7 +252,7 @@ def test_no_request_is_held_back_and_steps_do_not_walk_the_free_queue(load: Any,
 @pytest.mark.invariant(
     14,
     "manager/pool.py",
-    "return self._owners[block_id] == asker[:2] and (len(asker) == 2 or block_id not in self._coarse)",
+    "return found.owner == asker[:2] and (len(asker) == 2 or not found.is_coarse)",
     "return True",
 )
 @pytest.mark.invariant(

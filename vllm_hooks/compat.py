@@ -555,9 +555,9 @@ class PoolMarks(Marks):
         super().__init__()
         self._watch = watch
 
-    def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None) -> None:
+    def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None, is_coarse: bool = False) -> None:
         block_ids = list(block_ids)
-        super().set(block_ids, mark, owner)
+        super().set(block_ids, mark, owner, is_coarse)
         if mark:
             self._watch(block_ids)
 

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess as ParentProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from manthan.manager.config.model import ConfigError, ManthanConfig
 from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.manager import SessionManager
-from manthan.manager.session.persist import JournalLink
+from manthan.manager.session.persist import BlockNotes, JournalLink
 from manthan.manager.tiers.arena_tier import ArenaTier
 from manthan.manager.tiers.disk_folder import check_folder, counts_in, found_in, open_rank, open_root, remove_others
 from manthan.manager.tiers.journal import Journal
@@ -178,9 +178,7 @@ class DiskBooks:
             said = f"{other} in {root} is of another model or configuration, and is removed: {human_bytes(nbytes)}"
             logger.warning("Manthan: %s", said)
 
-    def link(
-        self, manager: SessionManager, fronts: Sequence[FrontTier], notes: MutableMapping[BlockName, bytes] | None
-    ) -> JournalLink:
+    def link(self, manager: SessionManager, fronts: Sequence[FrontTier], notes: BlockNotes | None) -> JournalLink:
         """Return a new `JournalLink` between the engine's sessions and the journal. Args: see `JournalLink`."""
         sealer = Sealer(self._keys, self._folder.name) if self._keys else None
         return JournalLink(Journal(self._folder, sealer), manager, fronts, notes)

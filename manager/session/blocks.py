@@ -5,7 +5,7 @@ needed to continue. A block's row is its number in this table. Facts about block
 about 120 bytes a block, without a Python object. Bytes are of all ranks together. Only this module changes columns.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -148,6 +148,7 @@ class BlockTable:
         self.origin = np.zeros(_FIRST_ROWS, np.int32)  # `Session.number` of a session with the block; 0 if unknown
         self._slot = np.zeros(_FIRST_ROWS, np.int32)  # slot of the hash index that has the row
         self._columns = list(vars(self))
+        self.freed: Callable[[Rows], None] = lambda rows: None  # called with rows that are about to be freed
         self._free = np.arange(_FIRST_ROWS, dtype=np.int32)[::-1].copy()
         self._free_count = _FIRST_ROWS
         self._index = np.full((2 * _FIRST_ROWS // _WAYS, _WAYS), _EMPTY, np.int32)
@@ -177,7 +178,7 @@ class BlockTable:
         """Return the row of each block, -1 for a block without a row. groups: group of each block, or of all."""
         if not block_hashes or not len(self):
             return np.full(len(block_hashes), -1, np.int32)
-        return self._probe(np.full(len(block_hashes), groups, np.int8), self._words(block_hashes))[0]
+        return self._probe(np.asarray(groups, np.int8), self._words(block_hashes))[0]
 
     def row(self, group: int, block_hash: bytes) -> int:
         """Return a block's row, or -1."""
@@ -202,22 +203,27 @@ class BlockTable:
         if not self._hashes.shape[1]:
             self._hashes = np.zeros((len(self._free), len(block_hashes[0]) // 8), np.uint64)
         words, likely = self._words(block_hashes), likely[: len(block_hashes)]
-        known = first_false((self._hashes.take(likely, axis=0) == words[: len(likely)]).ravel()) // words.shape[1]
-        if known == len(words):
-            return likely
-        self._make_room(len(words) - known)
-        numbers, places = np.full(len(words), groups, np.int8), np.asarray(depths, np.int32)
-        found, buckets = self._probe(numbers[known:], words[known:])
-        rows: Rows = np.concatenate([likely[:known], found])
-        if len(new := np.nonzero(rows < 0)[0]):
-            rows[new] = added = self._free[self._free_count - len(new) : self._free_count][::-1].copy()
-            self._free_count -= len(new)
-            self._hashes[added], self.group[added] = words[new], numbers[new]
-            self.depth[added] = places[new] if places.ndim else places + new
-            for column in (self.exact, self.mark, self.level, self.tenant, self.origin):  # others are 0 in a free row
-                column[added] = 0
-            self._place(added, buckets[new - known])
-        return rows
+        known = 0
+        if len(likely):
+            known = first_false((self._hashes.take(likely, axis=0) == words[: len(likely)]).ravel()) // words.shape[1]
+            if known == len(words):
+                return likely
+        numbers, places, words = np.asarray(groups, np.int8), np.asarray(depths, np.int32), words[known:]
+        numbers = numbers[known:] if numbers.ndim else numbers
+        places = places[known:] if places.ndim else np.arange(places + known, places + known + len(words))
+        self._make_room(len(words))
+        rows, buckets = self._probe(numbers, words)
+        new = rows < 0
+        if not new.all():
+            words, places, buckets = words[new], places[new], buckets[new]
+            numbers = numbers[new] if numbers.ndim else numbers
+        if len(words):  # facts in the other columns are set when the block is saved
+            added = self._free[self._free_count - len(words) : self._free_count][::-1].copy()
+            rows[new] = added
+            self._free_count -= len(words)
+            self._hashes[added], self.group[added], self.depth[added] = words, numbers, places
+            self._place(added, buckets)
+        return np.concatenate([likely[:known], rows]) if known else rows
 
     def hashes(self, rows: Rows) -> list[bytes]:
         """Return the block hashes of rows."""
@@ -243,7 +249,10 @@ class BlockTable:
         return buckets
 
     def _probe(self, groups: NDArray[np.int8], words: NDArray[np.uint64]) -> tuple[Rows, NDArray[np.int64]]:
-        """Return the row of each block, -1 for an unknown block, and the bucket at which its search has ended."""
+        """Return the row of each block, -1 for an unknown block, and the bucket at which its search has ended.
+
+        groups: group of each block, or of all.
+        """
         found, ends = np.full(len(words), -1, np.int32), self._buckets(groups, words)
         left, last = np.arange(len(words)), len(self._index) - 1
         while len(left):
@@ -252,9 +261,12 @@ class BlockTable:
             if len(at):
                 near, at = rows[at, way], left[at]
                 same = (self._hashes.take(near, axis=0) == words.take(at, axis=0)).all(axis=1)
-                same &= (near >= 0) & (self.group[near] == groups[at])
+                same &= (near >= 0) & (self.group[near] == (groups[at] if groups.ndim else groups))
                 found[at[same]] = near[same]
-            left = left[(rows != _EMPTY).all(axis=1) & (found[left] < 0)]
+            is_full = rows[:, -1] != _EMPTY  # slots are used in their order
+            if not is_full.any():
+                break
+            left = left[is_full & (found[left] < 0)]
             ends[left] = (ends[left] + 1) & last
         return found, ends
 
@@ -273,6 +285,10 @@ class BlockTable:
             before = index[slots]
             index[slots] = np.where(before < 0, rows, before)  # a full bucket stays as it is
             placed = index[slots] == rows  # if two rows want one slot, one gets it
+            if placed.all():
+                self._index_used += int(np.count_nonzero(before == _EMPTY))
+                self._slot[rows] = slots
+                return
             self._index_used += int((before[placed] == _EMPTY).sum())
             self._slot[rows[placed]] = slots[placed]
             rows, buckets = rows[~placed], (buckets + (before >= 0))[~placed] & last
@@ -312,12 +328,18 @@ class BlockTable:
         """Set the column `origin` to `new` in rows where it is `old`. Both are numbers of sessions, or 0."""
         self.origin[rows[self.origin[rows] == old]] = new
 
+    def unused(self, rows: Rows) -> Rows:
+        """Return the rows among `rows` without users."""
+        users = self.users[rows]
+        return NO_ROWS if users.all() else rows[users == 0]
+
     def free_unneeded(self, rows: Rows) -> None:
         """Free the rows among `rows` that nothing uses, holds, pins, saves or stores."""
-        gone = rows[self.users[rows] == 0]  # in most calls, no row is left here
+        gone = self.unused(rows)  # in most calls, no row is left here
         if not len(gone):
             return
         gone = gone[(self.holds[gone] == 0) & (self.pins[gone] == 0) & (self.status[gone] == 0)]
+        self.freed(gone)
         self._index.ravel()[self._slot[gone]] = _GONE
         self.group[gone] = -128  # no group's number, so that `_probe` never finds the row
         self._free[self._free_count : self._free_count + len(gone)] = gone
@@ -480,8 +502,13 @@ def first_false(mask: Mask) -> int:
 
 
 def common_prefix(rows: Rows, others: Rows) -> int:
-    """Return the number of equal rows before the first difference between two arrays."""
+    """Return the number of equal rows before the first difference between a session's or a prompt's rows and others'.
+
+    A block hash covers the whole prefix, so that all rows before an equal row are equal.
+    """
     both = min(len(rows), len(others))
+    if not both or rows[both - 1] == others[both - 1]:
+        return both
     return first_false(rows[:both] == others[:both])
 
 

@@ -211,7 +211,7 @@ class SessionManager:
         self._loading: dict[str, Rows] = {}  # by id of a load, the pinned rows: they are not dropped
         self._torn: set[int] = set()  # pinned rows to drop after their loads, because ranks may have different copies
         self._heads: set[int] = set()  # rows of the heads that are stored exact
-        self.read: Callable[[Rows], None] = lambda rows: None  # called at a load's end with its rows still saved
+        self.read: Callable[[Rows], None] | None = None  # called at a load's end with its rows still saved
         self._heirs: dict[Session, None] = {}
         """Sessions to enter into the policy's order again, because others no longer share some of their blocks."""
         self._heads_only: dict[Session, None] = {}
@@ -253,9 +253,9 @@ class SessionManager:
             tokens: number of the prompt's tokens; None if there are none behind the full blocks.
             tail: the prompt's tokens behind the full blocks, as bytes; None if unknown.
         """
-        rows = self.blocks.enter(self.shape.session_group, hashes, 0, self.table.rows_of(name, tenant))
+        likely = next((session.rows for session in self.table.named(name, tenant)), NO_ROWS)
+        rows = self.blocks.enter(self.shape.session_group, hashes, 0, likely)
         self.blocks.refer(self.blocks.holds, rows, +1)
-        known = first_false(self.blocks.users[rows] > 0) * self.shape.block_tokens
         session = self.table.attribute(hashes, rows, name, tenant, now)
         prompt = len(hashes) * self.shape.block_tokens if tokens is None else tokens
         length = self.table.kept(session, rows, name, prompt)
@@ -264,7 +264,8 @@ class SessionManager:
             left = session.tokens // self.shape.block_tokens - length
         if left:
             session.left_tokens = left * self.shape.block_tokens
-        self._begin_use(session, request_id, now, prompt, known)
+        known = 0 if session.tokens and not session.left_tokens else first_false(self.blocks.users[rows] > 0)
+        self._begin_use(session, request_id, now, prompt, known * self.shape.block_tokens)
         if length < len(session.rows):  # the old answer is no longer needed
             self.cut(session, length, DropCause.ABANDONED)
         request, digest = (
@@ -324,7 +325,8 @@ class SessionManager:
         rows = np.concatenate([held[: len(hashes)], more])
         total = len(hashes) * self.shape.block_tokens if tokens is None else tokens
         if common_prefix(session.rows, rows) < len(rows):
-            home = self.table.find(rows, session.name, session.tenant)  # sessions may have grown since the request came
+            # sessions may have grown since the request came
+            home = self.table.find(rows, session.name, session.tenant, session)
             if home is None:
                 home = self.table.create(session.name, session.tenant, now) if len(session.rows) else session
             if home is not session:
@@ -380,7 +382,7 @@ class SessionManager:
         else:
             self.table.remember(session)
             length = session.prompt_tokens // self.shape.block_tokens
-            session.answer = b"".join(self.blocks.hashes(session.rows[length : length + 1]))
+            session.answer = self.blocks.name(int(session.rows[length]))[1] if length < len(session.rows) else b""
             is_kept = session.is_pinned or session.kept
             if session.answer and self._left_out >= self.enough and length >= self.min_blocks and not is_kept:
                 own = self._own_hashes(session.rows[length:])
@@ -446,8 +448,8 @@ class SessionManager:
 
     def is_coarse(self, rows: Rows) -> Mask:
         """Return a mask of the saved `rows`: True if a block is too coarse for requests of high quality."""
-        is_coarse: Mask = (self.blocks.level[rows] < HIGH) & ~self._is_whole(rows)
-        return is_coarse
+        is_coarse: Mask = self.blocks.level[rows] < HIGH
+        return is_coarse & ~self._is_whole(rows) if is_coarse.any() else is_coarse
 
     def is_exact(self, rows: Rows) -> Mask:
         """Return a mask of the saved `rows`: True if a block decodes, bit for bit, to KV with the mark EXACT."""
@@ -459,13 +461,14 @@ class SessionManager:
 
         False for blocks that are being stored again, because some rank may have a lossy copy by now.
         """
-        is_whole = np.zeros(len(rows), np.bool_)
+        blocks = self.blocks
+        is_whole: Mask = blocks.level[rows] >= LOSSLESS
         for number, group in self.shape.groups.items():
-            of_group = self.blocks.group[rows] == number
-            is_whole |= of_group & (group.is_lossless | (self.blocks.exact[rows] >= group.tokens))
-        is_whole |= self.blocks.level[rows] >= LOSSLESS
-        is_settled: Mask = self.blocks.status[rows] & STORING == 0
-        return is_whole & is_settled
+            of_group = True if not self.points.is_needed else blocks.group[rows] == number
+            is_whole |= of_group & (group.is_lossless | (blocks.exact[rows] >= group.tokens))
+        if blocks.storing:
+            is_whole &= blocks.status[rows] & STORING == 0
+        return is_whole
 
     def load_started(self, load_id: str, rows: Rows) -> Rows:
         """Pin the rows that a load reads, with those of the resume point behind `rows`. Return the point's rows."""
@@ -494,12 +497,14 @@ class SessionManager:
         blocks.refer(blocks.pins, rows, -1)
         torn = self._torn and self._torn.intersection(rows[blocks.pins[rows] == 0].tolist())
         self._torn -= torn
-        is_bad = np.isin(rows, [*bad, *torn]) if bad or torn else np.zeros(len(rows), np.bool_)
-        unused = rows[(blocks.users[rows] == 0) & ~is_bad]
+        lost = rows[np.isin(rows, [*bad, *torn])] if bad or torn else NO_ROWS
+        unused = blocks.unused(rows)
+        unused = unused[~np.isin(unused, lost)]
         self.drop(unused[blocks.is_droppable(unused)], DropCause.ABANDONED)
-        if is_bad.any():
-            self._lose(rows[is_bad])
-        self.read(rows[blocks.is_saved(rows)])
+        if len(lost):
+            self._lose(lost)
+        if self.read is not None:
+            self.read(rows[blocks.is_saved(rows)])
         blocks.refer(blocks.holds, rows, -1)
 
     def _lose(self, rows: Rows) -> None:
@@ -560,7 +565,9 @@ class SessionManager:
         """Make the first call in `to_order`, and one more for each BEHIND calls that wait."""
         for _ in range(min(len(self.to_order), 1 + len(self.to_order) // BEHIND)):
             call, rows = self.to_order.popleft()
-            rows = rows[self.blocks.is_saved(rows) & (self.blocks.group[rows] == self.shape.session_group)]
+            rows = rows[self.blocks.is_saved(rows)]
+            if self.points.is_needed:  # another group's block may have the row by now
+                rows = rows[self.blocks.group[rows] == self.shape.session_group]
             call(self.shape.main, self.blocks.hashes(rows))
             if call == self.pool.forget:
                 self.runway.forget()
@@ -1278,7 +1285,7 @@ class SessionManager:
 
     def _drop_unneeded(self, rows: Rows) -> None:
         """Drop the compressed blocks of rows that no session and no running request has."""
-        unneeded = rows[self.blocks.users[rows] == 0]
+        unneeded = self.blocks.unused(rows)
         if len(unneeded):
             unneeded = unneeded[(self.blocks.holds[unneeded] == 0) & self.blocks.is_droppable(unneeded)]
             self.drop(unneeded, DropCause.ABANDONED)

@@ -5,11 +5,11 @@ at which every KV cache group has the blocks needed to continue. A block is save
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -94,6 +94,16 @@ class _Left(NamedTuple):
         return [point for point in self.points if point.depth in depths]
 
 
+class BlockNotes(Protocol):
+    """Bytes that the journal keeps with blocks: contents of KV events."""
+
+    def packed(self, names: Sequence[BlockName]) -> list[bytes]:
+        """Return the bytes of each block; empty for none."""
+
+    def update(self, packed: Iterable[tuple[BlockName, bytes]]) -> None:
+        """Take the bytes that an earlier engine kept with blocks. Each block has a row in the BlockTable."""
+
+
 class JournalLink(_Link):
     """Writes sessions to the journal for the next engine, and enters those of an earlier engine.
 
@@ -101,7 +111,7 @@ class JournalLink(_Link):
 
     Args:
         fronts: fast tiers in front of the disk.
-        notes: by block, bytes that the journal keeps with the block: contents of KV events. None without KV events.
+        notes: None without KV events.
         clock: returns Unix seconds.
     """
 
@@ -110,7 +120,7 @@ class JournalLink(_Link):
         journal: Journal,
         manager: SessionManager,
         fronts: Sequence[FrontTier],
-        notes: MutableMapping[BlockName, bytes] | None = None,
+        notes: BlockNotes | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(manager, fronts)
@@ -173,8 +183,8 @@ class JournalLink(_Link):
         blocks, hashes = self._manager.blocks, self._manager.blocks.hashes(rows)
         groups = list(map(self._manager.pool_group, blocks.group[rows].tolist()))
         numbers = blocks.depth[rows].tolist(), blocks.exact[rows].tolist(), blocks.mark[rows].tolist()
-        known = {} if self._notes is None else self._notes
-        notes = (known.get(name, b"") for name in zip(groups, hashes, strict=True))
+        names = list(zip(groups, hashes, strict=True))
+        notes = [b""] * len(names) if self._notes is None else self._notes.packed(names)
         return tuple(map(JournalBlock, hashes, groups, *numbers, notes))
 
     def adopt(

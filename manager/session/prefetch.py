@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manthan.manager.events import PrefetchHit
-from manthan.manager.pool import MARKS, BlockName, Mark
+from manthan.manager.pool import MARKS, BlockName
 from manthan.manager.session.blocks import Rows, common_prefix
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Session, qualified
@@ -282,9 +282,7 @@ class Prefetcher:
                 ended.block_ids[at] = other
                 continue
             mark = MARKS[ended.marks[at]]
-            self._pool.marks.set([ended.block_ids[at]], mark, owner if mark is not Mark.EXACT else None)
-            if is_coarse[at]:
-                self._pool.marks.coarsen([ended.block_ids[at]])
+            self._pool.marks.set([ended.block_ids[at]], mark, owner, bool(is_coarse[at]))
             self._pool.cache(ended.block_ids[at], group, block_hash, int(blocks.depth[row]))
 
     # -- the end --------------------------------------------------------------------------------------

@@ -208,21 +208,43 @@ class Order:
             yield from policy.victims()
 
 
-class SessionsBy(dict[object, tuple[Session, ...]]):
-    """Sessions by a key, as a tuple in the order of `add`. Python's garbage collector ignores tuples of sessions."""
+class _Several(Struct, gc=False):
+    """Sessions with the same key. The garbage collector would have to visit a dict of tuples."""
 
-    def __missing__(self, key: object) -> tuple[Session, ...]:
-        return ()
+    sessions: tuple[Session, ...]
 
-    def add(self, key: object, session: Session) -> None:
+
+class SessionsBy:
+    """Sessions by a number or text, in the order of `add`. The garbage collector visits none of them."""
+
+    def __init__(self) -> None:
+        self._found: dict[int | str, Session | _Several] = {}
+
+    def __getitem__(self, key: int | str) -> tuple[Session, ...]:
+        found = self._found.get(key)
+        if found is None:
+            return ()
+        return found.sessions if isinstance(found, _Several) else (found,)
+
+    def __iter__(self) -> Iterator[int | str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, key: int | str, session: Session) -> None:
         """Enter a session. It must not be entered under this key yet."""
-        self[key] = (*self[key], session)
+        self._set(key, (*self[key], session))
 
-    def remove(self, key: object, session: Session) -> None:
+    def remove(self, key: int | str, session: Session) -> None:
         """Take out a session. The key must have the session."""
-        self[key] = tuple(one for one in self[key] if one is not session)
-        if not self[key]:
-            del self[key]
+        self._set(key, tuple(one for one in self[key] if one is not session))
+
+    def _set(self, key: int | str, sessions: tuple[Session, ...]) -> None:
+        if sessions:
+            self._found[key] = _Several(sessions) if sessions[1:] else sessions[0]
+        else:
+            del self._found[key]
 
 
 class SessionTable:
@@ -261,7 +283,7 @@ class SessionTable:
         self.gone: list[Callable[[Session], None]] = []  # functions to call with each forgotten session
         self._numbers = count(1)
         self._ending = SessionsBy()  # sessions with blocks, by the row of their last block
-        self._named = SessionsBy()  # named sessions, by tenant and name
+        self._named = SessionsBy()  # named sessions, by `qualified` name
         self._of_tenant = defaultdict[str, dict[Session, None]](dict)
         self._families: dict[tuple[str, str], dict[Session, None]] = {}
         """Sessions with a parent or a child, by tenant and the name of the family; see `join`."""
@@ -277,22 +299,21 @@ class SessionTable:
     def create(self, name: str | None, tenant: str, now: float, session_id: str = "") -> Session:
         """Enter a new session without blocks. session_id: the id; empty to make one."""
         session = Session(session_id or self._new_id(name, tenant), name, tenant, next(self._numbers), now, now)
-        session.stays_out = any(other.stays_out for other in self._named[tenant, name])
+        session.stays_out = any(other.stays_out for other in self.named(name, tenant))
         self._enter(session)
         return session
 
-    def rows_of(self, name: str | None, tenant: str) -> Rows:
-        """Return the rows of the tenant's first session of this name; no rows without a name or session."""
-        found = () if name is None else self._named[tenant, name]
-        return next((session.rows for session in found), NO_ROWS)
+    def named(self, name: str | None, tenant: str) -> tuple[Session, ...]:
+        """Return the tenant's sessions of this name; none without a name."""
+        return () if name is None else self._named[qualified(name, tenant)]
 
     def parent_of(self, name: str | None, tenant: str) -> str | None:
         """Return the parent of the tenant's first session of this name with a parent; None without such a session."""
-        return next((one.parent for one in self._named[tenant, name] if one.parent), None)
+        return next((one.parent for one in self.named(name, tenant) if one.parent), None)
 
     def stay_out(self, session: Session, stays_out: bool) -> None:
         """Set `stays_out` of a session, and of all the tenant's sessions of the same name."""
-        for one in (session, *self._named[session.tenant, session.name]):
+        for one in (session, *self.named(session.name, session.tenant)):
             one.stays_out = stays_out
             self.touch(one)
 
@@ -301,7 +322,7 @@ class SessionTable:
         self.states[session.state] += 1
         self._of_tenant[session.tenant][session] = None
         if session.name is not None:
-            self._named.add((session.tenant, session.name), session)
+            self._named.add(qualified(session.name, session.tenant), session)
         if session.parent is not None:  # a remembered session is entered again
             self.join(session, session.parent)
         elif session.name is not None and (session.tenant, session.name) in self._families:
@@ -313,7 +334,7 @@ class SessionTable:
         There may be no session of the parent's name. Sessions that name each other in a circle are one family.
         """
         session.parent = parent
-        parents = list(islice(self._named[session.tenant, parent], MOST_RELATIVES))
+        parents = list(islice(self.named(parent, session.tenant), MOST_RELATIVES))
         family = next((one.family for one in parents if one.family), parent)
         for one in (session, *parents):
             self._join(one, family)
@@ -410,7 +431,7 @@ class SessionTable:
         self.leave_order(session)
         self.resident.leave(session.session_id)
         if session.name is not None:
-            self._named.remove((session.tenant, session.name), session)
+            self._named.remove(qualified(session.name, session.tenant), session)
         self.enter_prompt(session, "")
         self._leave_family(session)
         del self._of_tenant[session.tenant][session]
@@ -497,7 +518,7 @@ class SessionTable:
             rows: rows of these blocks.
             name: the request's session name; None without a name.
         """
-        found = self.find(rows, name, tenant)
+        found = self.find(rows, name, tenant, next(iter(self.named(name, tenant)), None))
         known = len(found.rows) if found is not None else 0
         tips = map(self._remembered.get, map(tenant.encode().__add__, reversed(hashes[known:])))
         remembered = next((one for one in tips if one is not None and name in (None, one.name)), None)
@@ -516,12 +537,15 @@ class SessionTable:
         self._inherit(session, rows)
         return session
 
-    def find(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
+    def find(self, rows: Rows, name: str | None, tenant: str, likely: Session | None = None) -> Session | None:
         """Return the session with blocks that a prompt extends; None if the prompt begins a new session, or a branch.
 
         The result is the longest session whose blocks are the prompt's first blocks. With a name, a session that has
-        all the prompt's blocks goes first, because its client then asks the same prompt again.
+        all the prompt's blocks goes first, because its client then asks the same prompt again. likely: session of this
+        name and tenant to try first, because it probably is the result.
         """
+        if likely is not None and self._ends_alone(likely, rows):
+            return likely
         used = self._used(rows)
         if name is None:
             found = self._longest(used, None, tenant)
@@ -533,6 +557,13 @@ class SessionTable:
         found = self._longest(used[:known], name, tenant)
         is_again = near is not None and known == len(rows)
         return near if is_again and (found is None or len(found.rows) < known) else found
+
+    def _ends_alone(self, session: Session, rows: Rows) -> bool:
+        """True if rows begin with a session's blocks, no other session has its last block, and none has the next."""
+        known, users = len(session.rows), self.blocks.users
+        if not 0 < known <= len(rows) or rows[known - 1] != session.rows[-1] or users[rows[known - 1]] != 1:
+            return False
+        return known == len(rows) or not users[rows[known]]
 
     def kept(self, session: Session, rows: Rows, name: str | None, tokens: int) -> int:
         """Return the number of first blocks that a session keeps when a prompt comes that belongs to the session.
@@ -561,6 +592,8 @@ class SessionTable:
             prompt: digest of the prompt; see `digest_of`.
         """
         if session.name is not None:
+            if self._ends_alone(session, rows):
+                return len(session.rows)
             return self._nearest(self._used(rows), session.name, session.tenant)[0]
         origin = None if len(session.rows) else self._prompts.get(prompt)
         if origin is not None and len(origin.rows) >= len(rows):
@@ -594,7 +627,7 @@ class SessionTable:
         name: None for sessions of any name.
         """
         best, found = 0, None
-        some: Iterable[Session] = self._of_tenant.get(tenant, ()) if name is None else self._named[tenant, name]
+        some: Iterable[Session] = self._of_tenant.get(tenant, ()) if name is None else self.named(name, tenant)
         for session in some if len(rows) else ():
             if best < len(session.rows) and session.rows[best] == rows[best]:
                 best, found = common_prefix(session.rows, rows), session
@@ -656,7 +689,7 @@ class SessionTable:
         """Note the session's last block at the end of a request, so that later prompts with it find the session."""
         self.forget_tip(session)
         if len(session.rows):
-            session.tip = self.blocks.hashes(session.rows[-1:])[0]
+            _, session.tip = self.blocks.name(int(session.rows[-1]))
             tip = session.tenant.encode() + session.tip
             self._remembered.pop(tip, None)  # the newest is the last
             self._remembered[tip] = session

@@ -49,7 +49,7 @@ class JournalBlock(NamedTuple):
 
     position: index of the block among the session's blocks of the same KV cache group. exact: number of the block's
     first tokens that are stored exact. mark: see `manthan.manager.pool.Mark`. note: content of the block's KV events;
-    see `KvEvents.notes`.
+    see `BlockNotes`.
     """
 
     block_hash: bytes

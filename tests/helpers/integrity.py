@@ -16,7 +16,7 @@ from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import NO_GROUP, SAVED, STORING
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.resume_points import MOST_SPARE, SPARE_SHARE
-from manthan.manager.session.table import MOST_RELATIVES, Order, ResumePoint
+from manthan.manager.session.table import MOST_RELATIVES, Order, ResumePoint, qualified
 from manthan.manager.tiers.arena import GRANULE, Arena
 from manthan.manager.tiers.arena_tier import ArenaTier
 from manthan.policies.ranking import Ranking
@@ -193,7 +193,7 @@ def _links(manager: SessionManager) -> Findings:
     ends = {(int(session.rows[-1]), session) for session in sessions if len(session.rows)}
     kept = {(row, session) for row in table._ending for session in table._ending[row]}
     yield ends == kept, f"{len(ends)} sessions have an end, and {len(kept)} ends are kept"
-    names = {((session.tenant, session.name), session) for session in sessions if session.name is not None}
+    names = {(qualified(one.name, one.tenant), one) for one in sessions if one.name is not None}
     named = {(name, session) for name in table._named for session in table._named[name]}
     yield names == named, f"{len(names)} names are in use, and {len(named)} are kept"
     counts = Counter(session.tenant for session in sessions)

@@ -37,8 +37,8 @@ def note_of(name: BlockName) -> bytes:
 class Notes(dict[BlockName, bytes]):
     """Every block has a note; those that are put in here come from the journal."""
 
-    def get(self, name: BlockName, default: object = None) -> bytes:  # type: ignore[override]
-        return note_of(name)
+    def packed(self, names: Iterable[BlockName]) -> list[bytes]:
+        return list(map(note_of, names))
 
 
 class PatientJournal(Journal):
