@@ -21,6 +21,8 @@ from manthan.benchmarks.server import VllmServer
 MODEL = str(Path(__file__).parent / "data" / "tiny-llama")
 PURE = ("codec", "manager", "policies")
 """Folders whose tests start no engine."""
+LONG = ("test_invariants.py", "test_generations.py", "test_boundary.py", "test_groups.py")
+"""Files whose tests take a minute or more."""
 START_S = 600
 """Long enough for a start next to all that other tests do."""
 
@@ -49,8 +51,8 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests that start engines first, so that none of the longest is left at the end."""
-    items.sort(key=lambda item: item.path.parent.name in PURE)
+    """Put files that take long first, and those with engines before others, so that none of them is left at the end."""
+    items.sort(key=lambda item: (item.path.parent.name in PURE, item.path.name not in LONG))
 
 
 @cache
