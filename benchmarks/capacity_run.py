@@ -260,7 +260,8 @@ def duration(runs: int, timeout_s: float) -> str:
     longest = 2 * timeout_s / 60
     return (
         f"Runs: {runs}, an arm and a budget each, of half a minute to about {longest:.0f} minutes "
-        f"(--timeout {timeout_s:.0f}): together at most {runs * longest:.0f}. Ctrl-C shows what is done."
+        f"(--timeout {timeout_s:.0f}): together about {runs * longest:.0f} at most, and twice that on a busy machine. "
+        "Ctrl-C shows what is done."
     )
 
 

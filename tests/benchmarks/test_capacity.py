@@ -262,4 +262,4 @@ def test_a_run_that_is_stopped_has_what_was_done(tmp_path: Path, capsys: pytest.
 
 
 def test_how_long_it_may_take_is_said() -> None:
-    assert "(--timeout 300): together at most 60." in duration(6, 300)
+    assert "(--timeout 300): together about 60 at most," in duration(6, 300)
