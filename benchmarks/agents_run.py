@@ -148,7 +148,7 @@ def write_weka(folder: Path, agents: Sequence[Chat], model: str) -> None:
     """Write each agent's first session as a JSON file in AIPerf's `weka_trace` format."""
     folder.mkdir(parents=True, exist_ok=True)
     for chat in agents:
-        (folder / f"{chat.name}.json").write_text(json.dumps(as_weka(chat, model)))
+        (folder / f"{chat.name.replace('/', '-')}.json").write_text(json.dumps(as_weka(chat, model)))
 
 
 def run_arm(

@@ -211,6 +211,15 @@ def test_aiperf_is_given_what_the_agents_ask(tmp_path: Path) -> None:
             assert alike(one["hash_ids"], other["hash_ids"]) == alike([*prompt], [*later]) // block
 
 
+def test_sub_agents_of_the_trace_have_files_too(tmp_path: Path) -> None:
+    """Their names have a slash."""
+    size = ("--agents", 96, "--half", "odd", "--seconds", 1, "--shrink", 64)
+    assert run("agents", str(TRACE), *size, "--weka", tmp_path / "weka", "--out", tmp_path).exit_code == 0
+    names = {json.loads(path.read_text())["id"] for path in (tmp_path / "weka").iterdir()}
+    assert len(names) == 96
+    assert any("/" in name for name in names)
+
+
 class Tokenizer:
     """As much of one as the client of vLLM needs."""
 

@@ -91,8 +91,14 @@ def test_codes_made_on_the_cpu_take_no_gpu_memory(monkeypatch: pytest.MonkeyPatc
 
 
 def test_more_than_the_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"max_bytes is 200.0GiB of GPU memory: --gpu-memory-utilization leaves vLLM"):
+    with pytest.raises(ConfigError, match=r"^--gpu-memory-utilization gives vLLM 90.0GiB .* or lower tiers.max_bytes"):
         set_gpu_memory_aside(Gpu(monkeypatch, {"kind": "device", "max_bytes": "200GiB"}))
+
+
+def test_a_pool_too_small_for_the_stagings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tier's size is named, because none is in GPU memory."""
+    with pytest.raises(ConfigError, match=r"^--kv-cache-memory-bytes gives vLLM 1.0MiB .* --kv-cache-memory-bytes\.$"):
+        set_gpu_memory_aside(Gpu(monkeypatch, {"kind": "host", "max_bytes": "40GiB"}, kv_cache_memory_bytes=2**20))
 
 
 def integrated(monkeypatch: pytest.MonkeyPatch, store: dict[str, Any], backend: str, memory: str, **cache: Any) -> Gpu:

@@ -144,9 +144,10 @@ def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
     given = cache.kv_cache_memory_bytes or cache.gpu_memory_utilization * total
     if ours >= given:
         what = "--kv-cache-memory-bytes" if cache.kv_cache_memory_bytes else "--gpu-memory-utilization"
+        lower = ", or lower tiers.max_bytes" if ours > STAGINGS_BYTES else ""
         raise ConfigError(
-            f"tiers.max_bytes is {human_bytes(store.max_bytes)} of GPU memory: {what} leaves vLLM only "
-            f"{human_bytes(int(given))} of each GPU's {human_bytes(total)}; lower the one or raise the other."
+            f"{what} gives vLLM {human_bytes(int(given))} of each GPU's {human_bytes(total)}, and Manthan takes "
+            f"{human_bytes(ours)} out of that for compressed blocks: raise {what}{lower}."
         )
     changed = ""
     if cache.kv_cache_memory_bytes:
