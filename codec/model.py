@@ -9,11 +9,11 @@ from manthan.codec.rope import Rope
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of a model.
+    """Facts of a model, for one KV cache group on one tensor-parallel rank.
 
     rope: RoPE of the keys; None without RoPE, or if unknown.
-    profile: calibrated profile of the KV cache group's layers and of the tensor-parallel rank's heads, or None.
-    state: layout of a block with recurrent states, or None.
+    profile: result of a calibration, for the group's layers and the rank's heads; None if there is none.
+    state: layout of a block with recurrent states; None for a group without states.
     """
 
     rope: Rope | None = None

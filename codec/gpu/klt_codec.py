@@ -1,10 +1,13 @@
 """`manthan.codec.cpu.klt` on a GPU: CUDA kernels, and cuBLAS for the transforms.
 
-Blocks are processed in runs of consecutive blocks, whose size is bounded by SCRATCH_BYTES. In a run, cuBLAS transforms
-several of the profile's groups (layers that are encoded together) of equal size at once. CPU and GPU decode each
-other's blocks, and encode equal integers to equal words. But a GPU adds in a different order and rounds products to
-fp16, so that one integer in some hundreds differs by 1. Encoded numbers are a coarse base and refinements. Only the CPU
-writes and reads the last refinement, which is exact; a GPU decodes all parts ahead.
+Blocks are processed in runs of consecutive blocks; SCRATCH_BYTES bounds a run's temporaries. The profile's groups are
+heads of consecutive layers that are encoded together. One call of cuBLAS transforms several consecutive groups with
+equal numbers of components. CPU and GPU decode each other's blocks, and encode equal integers to equal words. But a GPU
+adds in a different order and rounds transformed numbers to fp16, so that one integer in some hundreds differs by 1.
+
+Numbers are encoded in parts: a coarse base, then refinements. The last refinement makes them exact; only the CPU writes
+and reads it. A GPU decodes the parts before it. A block has sections: its first `exact` tokens unchanged, and the other
+tokens encoded.
 """
 
 import ctypes
@@ -31,13 +34,13 @@ from manthan.codec.tables import levels
 from manthan.codec.tables.frequencies import SCALE
 
 SCRATCH_BYTES = 256 * 2**20
-"""Most bytes of temporaries for a run of blocks, without the arrays that cuBLAS reads or writes group by group."""
+"""Limit for the bytes of a run's temporaries, but for arrays of a single call of cuBLAS. One block may exceed it."""
 ENCODING, DECODING = 4, 2
 """Bytes of temporaries for each number of a block, to encode and to decode."""
 PRODUCTS_AT_ONCE = 2**24
-"""Most numbers, over groups and a run's tokens, that cuBLAS transforms at once."""
+"""Limit for groups times components times tokens in one call of cuBLAS. One group may exceed it."""
 NUMBERS_A_WORD = 4
-"""Numbers of a group for each 16-bit word of room for encoded words. A block that needs more room doubles all steps."""
+"""Each part of a block has room for one 16-bit word for so many numbers. A block that needs more has coarser steps."""
 LEVELS, TABLES = EXACT, levels.FALLING
 BUCKETS = 128
 """Number of equal ranges of the SCALE slots of an rANS table.
@@ -85,7 +88,7 @@ class LeveledSections(ctypes.Structure):
     def plan(cls, paged: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope, all_levels: int) -> Self:
         """Return arguments for the section of lossy tokens, without a batch.
 
-        caches: result of `addresses`. all_levels: number of the base and the refinements that `encode` writes.
+        caches: result of `addresses`. all_levels: number of parts that `encode` writes, the base counted.
         """
         layout = paged.coded
         return cls(
@@ -118,10 +121,11 @@ class LeveledSections(ctypes.Structure):
 
 
 class Model(NamedTuple):
-    """Facts of a profile that the kernels use, on the device, named as in parts.cu.
+    """Facts of a profile that the kernels use, on the device except `sizes`. parts.cu explains the other tensors.
 
-    sizes: number of components (C) of each group. forward, inverse: the transforms, a float16 [groups, C, C] for each
-    run of consecutive groups with equal C. gain, gain_back: factors before encoding, and of decoded components.
+    sizes: number of components (C) of each group. forward, inverse: the transforms and their inverses, a float16
+    [groups, C, C] for each sequence of consecutive groups with equal C. gain, gain_back: factors of the numbers before
+    the transform, and after the inverse. With them, transforms and products fit into float16.
     """
 
     sizes: list[int]
@@ -197,9 +201,10 @@ def device_nbytes(profile: Profile) -> int:
 
 
 class Tables(NamedTuple):
-    """Tables of the entropy coder. there: uint8, on the device, for the base, for refinements, and the rest.
+    """Tables of the entropy coder.
 
-    likely_at, rest_at: bytes of `there` at which the refinements' tables and the rest begin, see parts.cu.
+    there: uint8, on the device: tables of the base, tables of the refinements, and the rest. The rest are inverses of
+    frequencies to encode, and centres of levels to decode. likely_at, rest_at: byte offsets of the last two.
     """
 
     there: Tensor
@@ -217,7 +222,10 @@ class Tables(NamedTuple):
 
 
 def _by_width(tables: Bytes) -> npt.NDArray[np.int16]:
-    """Return each table's index in two parts: index of the first table of equal shape, and index of the width << 8."""
+    """Return each table's index in two bytes, for a distribution's shape and its width.
+
+    The low byte is the index of the first table with the same shape, the high byte the index of the width.
+    """
     width = tables % len(levels.WIDTHS)
     return (tables - width).astype(np.int16) | width.astype(np.int16) << np.int16(8)
 
@@ -233,7 +241,7 @@ def encoding_tables(device: torch.device) -> Tables:
     """Return the tables for encoding, equal for all models."""
     told, entries = list[int](), list[Any]()
     for often in levels.base().astype(np.uint32):
-        symbols = np.flatnonzero(often)  # consecutive ones, then the escape
+        symbols = np.flatnonzero(often)  # consecutive symbols, then the one that stands for all others
         told.append(sum(map(len, entries)) | int(symbols[0]) << 16 | len(symbols) - 1 << 24)
         entries.append((np.cumsum(often, dtype=np.uint32) - often << np.uint32(12) | often)[symbols])
     frequencies = np.arange(SCALE, dtype=np.uint64)
@@ -257,7 +265,7 @@ def decoding_tables(device: torch.device) -> Tables:
 
 
 class Plan(NamedTuple):
-    """Arguments of the kernels for blocks of one form.
+    """Arguments of the kernels for blocks with an equal number of exact tokens.
 
     exact: jobs of the exact sections. sections, model: for the lossy section, None if all tokens are exact.
     seal: job of header and checksum if all tokens are exact, else unused.
@@ -294,9 +302,10 @@ class KltPagedCodec(PagedCodec):
         self._kernels = _module(*shape, self.device, is_aligned(layout), *pairs, scales)
 
     def encode(self, batch: Batch, buffer: Tensor) -> None:
-        """Encode. A status becomes 0 for infinities, NaNs, or numbers too far from the profile's mean.
+        """Encode. A block's status becomes 0 if it has infinities, NaNs, or numbers too far from the profile's mean.
 
-        These exceed fp16 if divided by the profile's deviations, or make a block too large even with the largest steps.
+        Too far are numbers that exceed fp16 when divided by the profile's deviations, or that make the block too large
+        even with the largest steps.
         """
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
@@ -367,9 +376,10 @@ class KltPagedCodec(PagedCodec):
         del kept
 
     def _books(self, job: LeveledSections) -> tuple[Tensor, Tensor]:
-        """Return memory that kernels share, and set the job's addresses. The caller keeps both until the last launch.
+        """Return two tensors that kernels share, to be kept until the last launch, and set their addresses in the job.
 
-        Returns: components as float16 [components, width]; bytes for steps, states, sizes and shifts.
+        Returns: components as float16 [components, width], where width is blocks times tokens, rounded up to a multiple
+        of 8; bytes for steps, states, sizes and shifts.
         """
         job.width = -(-job.n * job.tokens // 8) * 8
         numbers = torch.empty((job.components, job.width), dtype=torch.float16, device=self.device)
@@ -393,7 +403,7 @@ class KltPagedCodec(PagedCodec):
             first += len(run)
 
     def _jobs(self, plan: Plan, batch: Batch, buffer: Tensor, each: int) -> Iterator[LeveledSections]:
-        """Yield jobs for even runs of the batch: of one block, or within SCRATCH_BYTES. each: bytes for each number."""
+        """Yield jobs for runs of about equal length, bounded by SCRATCH_BYTES. each: temporary bytes of a number."""
         assert plan.sections is not None
         numbers = plan.sections.components * plan.sections.tokens
         n, most = len(batch.block_ids), max(1, SCRATCH_BYTES // (numbers * each))
@@ -402,11 +412,14 @@ class KltPagedCodec(PagedCodec):
             yield plan.sections.of(batch, buffer, slice(run * n // runs, (run + 1) * n // runs))
 
     def _launch(self, name: str, job: LeveledSections, warps: int) -> None:
-        """Launch a kernel. warps: most warps that are busy with one KV block of the batch."""
+        """Launch a kernel. warps: maximum number of warps for one KV block of the batch."""
         self._kernels.launch(name, job, job.n * warps)
 
     def _launch_rows(self, name: str, job: LeveledSections, tables: Tables) -> None:
-        """Launch a kernel with a warp for each group of a block, or of several blocks if their streams fit into it."""
+        """Launch a kernel whose warps take a group of one block each, or of several if their streams fit into a warp.
+
+        There are as many thread blocks as groups of all blocks, or as the device holds: warps spread over all of it.
+        """
         job.tables, job.tables_nbytes = tables.there.data_ptr(), tables.there.nbytes
         job.likely_at, job.rest_at = tables.likely_at, tables.rest_at
         warps = job.n * job.groups_count * (ROW_THREADS // 32)

@@ -65,8 +65,8 @@ class Renderer:
 class Parting(NamedTuple):
     """First difference between a turn of `tokens` tokens and the next prompt, which repeats the first `kept` of them.
 
-    of: kind of answer, such as "thinking". before: text of the last tokens before the difference. was, comes: text of
-    the turn's next tokens, and of the next prompt's.
+    of: kind of answer, such as "thinking". before: text of the last tokens before the difference. was, comes: text from
+    the difference on, in the turn and in the next prompt. Without a difference, `kept` equals `tokens`.
     """
 
     of: str
@@ -78,7 +78,7 @@ class Parting(NamedTuple):
 
     @property
     def rewrites(self) -> bool:
-        """True if the next prompt differs before the turn's last token. That token may merge with the text behind."""
+        """True if the next prompt differs before the turn's last token, which may merge with the text after it."""
         return self.kept < self.tokens - 1
 
 
@@ -89,10 +89,10 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _turn(renderer: Renderer, messages: Sequence[Message], answer: Message, thought: str) -> list[int]:
-    """Return the tokens that have KV once the model has answered: of the prompt, and of what the model generated.
+    """Return a turn's tokens: those of the prompt, and those that the model generates.
 
-    thought: Thinking that the model generates before the answer; put between <think> tags if the template does not show
-    it. Empty for none.
+    thought: Thinking that the model generates before the answer; put between <think> tags if the template does not
+    render it after the prompt. Empty for none.
     """
     prompt = renderer.render(messages, asks=True)
     asked, shown = renderer.decode(prompt), renderer.decode(renderer.render([*messages, answer], asks=False))
@@ -108,9 +108,9 @@ def _turn(renderer: Renderer, messages: Sequence[Message], answer: Message, thou
 def partings(renderer: Renderer) -> list[Parting]:
     """Return the first difference between a turn and the next prompt for each kind of answer.
 
-    Kinds are a plain answer, a plain answer with the next turn on another day, and an answer with thinking. The client
-    sends thinking back in a separate field if the template shows the field. The client sends thinking between <think>
-    tags within the answer, too, unless the template shows thinking in a separate channel without these tags.
+    Kinds are: a plain answer; a plain answer with the next turn on another day; an answer whose thinking the client
+    sends back in a separate field, if the template shows this field; and an answer whose thinking the client sends back
+    between <think> tags in the content, unless the template shows the field without such tags.
     """
     asked, then = [{"role": "user", "content": QUESTION}], {"role": "user", "content": NEXT}
     plain = {"role": "assistant", "content": ANSWER}
@@ -144,14 +144,15 @@ def check_template(renderer: Renderer) -> Finding:
     return Finding(
         TEMPLATE,
         Grade.WRONG,
-        f"it rewrites history ({worst.of}): the next prompt repeats {worst.kept} of a turn's {worst.tokens} tokens, up "
-        f"to {worst.before!r}, and goes on with {worst.comes!r} where {worst.was!r} was{f' ({also})' if also else ''}; "
+        f"it rewrites history (with {worst.of}): the next prompt repeats {worst.kept} of a turn's {worst.tokens} "
+        f"tokens, up to {worst.before!r}, and goes on with {worst.comes!r} where {worst.was!r} was"
+        f"{f' (with {also})' if also else ''}; "
         "each turn computes all later tokens again: use a template that only appends (--chat-template).",
     )
 
 
 def load_renderer(model: str, template: str = "") -> Renderer:
-    """Load a model's tokenizer and chat template, or the template in a Jinja file. Raises ConfigError."""
+    """Load a model's tokenizer, and its chat template or the one in the Jinja file `template`. Raises ConfigError."""
     from transformers import AutoTokenizer
 
     try:
@@ -163,6 +164,9 @@ def load_renderer(model: str, template: str = "") -> Renderer:
         text = Path(template).read_text(encoding="utf-8") if template else tokenizer.chat_template
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template is {template}, which cannot be read: {error}") from None
+    if template and not text:
+        raise ConfigError(f"--chat-template is {template}, which is empty: name a file with a Jinja template.")
     if not isinstance(text, str) or not text:
-        raise ConfigError(f"--model is {model}, which has no chat template: name one with --chat-template.")
+        some = "has several chat templates" if text else "has no chat template"
+        raise ConfigError(f"--model is {model}, which {some}: name a file with one by --chat-template.")
     return Renderer(tokenizer, text)

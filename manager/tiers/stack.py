@@ -1,4 +1,4 @@
-"""Two tiers, stores of KV blocks, used as one: a fast tier with some blocks, in front of a slower tier with all."""
+"""Two tiers (stores of KV blocks) used as one: a fast tier with some blocks, in front of a slower tier with all."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -39,7 +39,7 @@ class StackedTier(JoinedTier):
         self.front.touch(group, keys)
 
     def _in_front(self, group: int, keys: Sequence[bytes], tenant: str) -> Iterator[Found]:
-        """Yield blocks from the front tier. A block that it has dropped since, or cannot read, comes from behind."""
+        """Yield blocks from the front tier. A block that it has just dropped, or cannot read, is read from `behind`."""
         for key, buf in zip(keys, self.front.read(group, keys, tenant), strict=True):
             yield buf if isinstance(buf, np.ndarray) else next(self.behind.read(group, [key], tenant))
 
