@@ -1,7 +1,10 @@
 """Hints and tenants on their way from a request to the scheduler, without an engine."""
 
 import argparse
+import asyncio
 import contextvars
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from manthan.manager.session.hints import NO_HINTS, HintError, Hints, parse_hint
 from manthan.manager.session.manager import Outcome
 from manthan.vllm_hooks.http import hints
 from manthan.vllm_hooks.http.hints import answer_to, checked_params, hints_of, keep, tenant_of
+from manthan.vllm_hooks.http.middleware import HeldAnswer, Message
 from manthan.vllm_hooks.plugin import MIDDLEWARE, read_flags
 
 HEADER = "X-Tenant-ID"
@@ -206,3 +210,40 @@ def test_a_connector_that_was_written_by_hand_is_read_like_a_file(caplog: pytest
     assert ["idle.after_s is 37:" in text for text in caplog.messages] == [True]
     with pytest.raises(SystemExit, match=r"^vllm: error: argument: unknown key 'polcy' \(did you mean 'policy'\?\)$"):
         read_flags(by_hand(polcy="lru"))
+
+
+@pytest.mark.parametrize("is_checked_late", [False, True])
+def test_an_answered_stream_is_freed_at_once(is_checked_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the timer that would end the holding back, nor a cycle of references, keeps the request in memory."""
+    monkeypatch.setattr(hints, "is_on", lambda config: False)
+    answers: list[weakref.ref[HeldAnswer]] = []
+    no_config: Any = None
+
+    async def answered() -> list[str]:
+        sent: list[str] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message["type"])
+
+        answer = HeldAnswer(keep([]), {}, None, send)
+        answers.append(weakref.ref(answer))
+        if not is_checked_late:
+            hints.checked(no_config, None, None)
+        await answer.send({"type": "http.response.start", "headers": [(b"content-type", b"text/event-stream")]})
+        if is_checked_late:
+            assert not sent, "held back"
+            hints.checked(no_config, None, None)
+            await asyncio.sleep(0.01)
+        await answer.send({"type": "http.response.body", "more_body": False})
+        return sent
+
+    async def main() -> None:
+        assert await asyncio.create_task(answered()) == ["http.response.start", "http.response.body"]
+        await asyncio.sleep(0)
+        assert answers[0]() is None
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()

@@ -104,6 +104,7 @@ class HeldAnswer:
         self._incoming, self._scope, self._receive, self._send = incoming, scope, receive, send
         self._lock = asyncio.Lock()
         self._held: list[Message] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.is_refused = False
         """True once status 400 was sent instead of the stream."""
 
@@ -116,7 +117,7 @@ class HeldAnswer:
                 self._held = [message]
                 loop = asyncio.get_running_loop()
                 self._incoming.then = lambda: loop.call_soon_threadsafe(loop.create_task, self.go_on())
-                loop.call_later(HOLD_S, lambda: loop.create_task(self.go_on()))
+                self._timer = loop.call_later(HOLD_S, lambda: loop.create_task(self.go_on()))
                 return
             is_early = not self._incoming.is_checked and bool(message.get("more_body"))
             if self._held is not None and is_early and len(self._held) < MOST_HELD:
@@ -133,6 +134,9 @@ class HeldAnswer:
 
     async def _release(self) -> None:
         held, self._held = self._held, None
+        if self._timer is not None:  # without this, the timer and `then` would keep the request in memory
+            self._timer.cancel()
+            self._timer, self._incoming.then = None, Incoming.then
         refusal = self._incoming.refusal
         if held and refusal is not None:
             self.is_refused = True
