@@ -1,7 +1,7 @@
 """Model of the time until a session returns: a piecewise exponential regression, learned online.
 
 A session (conversation) returns when its next request comes. Its age is the seconds since its last use. The hazard at
-an age is the returns per second among the sessions that have not returned before. AGES cuts age into pieces, and the
+an age is the rate of returns, per second, among the sessions still away at that age. AGES cuts age into pieces, and the
 hazard is constant in each piece. In piece p the hazard is exp(β_p · x) for a session with the features x. Each piece
 has coefficients of its own, because a feature tells less with age: an awaited tool mostly answers within seconds. Each
 piece is a Poisson regression of the returns, with the seconds waited in the piece as exposure (Friedman, "Piecewise
@@ -31,7 +31,7 @@ _ENDS = np.array((*AGES, HORIZON))
 SAID = (10, 60)  # seconds until an announced return: bounds between soon, in a while, and later
 KEPT = (0.5, 2)  # last pause as a multiple of the announced pause: bounds between too early, as announced, and too late
 ENDINGS = 8  # feature columns for `SessionView.ending`, chosen by a hash (Weinberger et al., ICML 2009)
-SWITCH = 3.0  # value of the true one of several binary features. With 1, the penalty would hold it back too much
+SWITCH = 3.0  # value of the chosen column of a one-hot feature. With 1, the penalty would shrink it too much
 USUAL = 3.0  # assumed logarithm of the pause in seconds, for a session that has had no pause
 RECENT, LASTING = 0.3, 0.06  # least weights of a new pause in a session's two moving averages; first pauses have more
 HALF_LIVES = 2  # number of times that a request's weight halves until the request leaves the window
@@ -107,10 +107,11 @@ class ReturnModel:
 
     Args:
         window: number of newest requests to learn from.
-        refit_every: least number of requests between two estimates of the same piece. The number is 1 / ROUNDS of the
-            requests in the window if this share is more, so that a request costs the same on average for any window.
-            The pieces take turns, so that no request waits long.
-        prior: number of returns after which a rare feature of size 1 has about half of its full coefficient.
+        refit_every: requests between two estimates of the same piece, or 1 / ROUNDS of the requests in the window if
+            that is more, so that a request's cost does not grow with the window. The first estimate is of all pieces at
+            once. Later the pieces take turns, so that no request waits long.
+        prior: strength of the penalty: after so many returns with a feature of value 1, its coefficient is about half
+            of what it would be without the penalty.
     """
 
     def __init__(self, window: int, refit_every: int, prior: float) -> None:
@@ -135,7 +136,7 @@ class ReturnModel:
         if session == self._last[0]:  # several policies share the model, and are told of the same request
             return self._last[1]
         history = self._open.setdefault(session.session_id, History())
-        if session.uses < history.uses:  # a shadow is told of a request after the session's next one has begun
+        if session.uses < history.uses:  # a shadow (simulated cache) may be told of a request late
             return self.index(features_of(session, history))
         if session.uses > history.uses:
             self._begin(session, history)
@@ -152,7 +153,7 @@ class ReturnModel:
         return self._last[1]
 
     def _begin(self, session: SessionView, history: History) -> None:
-        """Note a session's return, and number the new request."""
+        """Note a session's return, unless this is its first request, and number the new request."""
         if session.gap is not None:
             if history.number >= max(0, self.count - self._size):
                 slot = history.number % self._size
@@ -184,9 +185,10 @@ class ReturnModel:
     def _step(self, piece: int, x: Floats, events: Floats, waited: Floats) -> Floats:
         """Return Newton's step towards the greatest penalized likelihood of a piece.
 
-        The penalty pulls coefficients towards 0; the constant's coefficient in the first piece towards the rate seen,
-        and in later pieces towards the previous piece's, as if the hazard fell as 1/age. So a piece that few sessions
-        of the window have reached resembles the previous piece.
+        The penalty pulls each coefficient towards 0, except the constant's. It pulls the constant's towards the
+        logarithm of the rate seen in the first piece, and in later pieces towards that of the previous piece, less what
+        a hazard that falls as 1/age loses. So a piece that few sessions of the window have reached takes its hazard
+        from the previous piece, and hardly heeds the features.
 
         Args:
             x: features of the requests after which the wait reached the piece: [requests, features].
@@ -214,9 +216,9 @@ class ReturnModel:
         """Return the Gittins index of a session at the begin of each piece of age, if it has not returned by then.
 
         The index is the returns per second of keeping the session, if the wait ends at the best moment: the maximum
-        over τ of P(return within τ) / E[seconds until the return, at most τ] (Gittins, "Bandit Processes and Dynamic
-        Allocation Indices", JRSS B 1979). The index is the steepest slope from a point of the curve (expected seconds,
-        chance of a return) to a later point.
+        over τ of P(return within τ) / E[min(seconds until the return, τ)] (Gittins, "Bandit Processes and Dynamic
+        Allocation Indices", JRSS B 1979). With growing age, (expected seconds waited, chance that the session has
+        returned) draws a curve. The index is the steepest slope from the piece's begin to a later point of the curve.
         """
         hazard = self.hazard(x)
         stays = np.exp(-hazard * self._widths)
@@ -224,7 +226,7 @@ class ReturnModel:
         seconds = np.concatenate([[0.0], np.cumsum(waiting[:-1] * (1 - stays) / hazard)])
         rise, run = waiting[:-1, None] - waiting, seconds - seconds[:-1, None]
         slopes = np.divide(rise, run, out=np.zeros_like(rise), where=_LATER & (run > 0))
-        best: list[float] = np.maximum(slopes.max(axis=1), hazard).tolist()  # the hazard if hardly any session is left
+        best: list[float] = np.maximum(slopes.max(axis=1), hazard).tolist()  # the hazard, where hardly any is left
         return best
 
 

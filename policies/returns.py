@@ -14,13 +14,11 @@ from manthan.policies.return_model import AGES, ReturnModel
 class ReturnsOptions(PolicyOptions):
     """Options of the model."""
 
-    window: int = Field(
-        default=4096, ge=64, le=1 << 20, description="a number of requests to learn from, from 64 to 1048576"
-    )
+    window: int = Field(default=4096, ge=64, le=1 << 20, description="a number of newest requests, from 64 to 1048576")
     refit_every: int = Field(
-        default=64, ge=1, description="the least number of requests between two estimates, 1 or more"
+        default=64, ge=1, description="a number of requests between two estimates of the same piece, 1 or more"
     )
-    prior: float = Field(default=8.0, gt=0, description="a number of returns above 0")
+    prior: float = Field(default=8.0, gt=0, description="a number of returns, above 0")
 
 
 class Returns(EvictionPolicy):
@@ -29,7 +27,7 @@ class Returns(EvictionPolicy):
     A session returns when its client sends the next request. Many sessions never return. A model (see return_model)
     learns from requests which sessions return, and when. The Gittins index of a session is the chance that the session
     returns, divided by the expected seconds of waiting, if the wait ends at the best moment. A session's bytes do not
-    count. Superseded sessions (see `superseded`) go before all others.
+    count. Superseded sessions (see `superseded`) are evicted before all others.
 
     Age is the time since a session's last use, and is cut into pieces (AGES). A session has one index for each piece.
     `victims` ranks a session anew after the session has passed into another piece. With n sessions, each call of
@@ -50,7 +48,7 @@ class Returns(EvictionPolicy):
         self._worth, self._passes = Ranking(), Ranking()
         """Sessions ranked by their index now; and sessions by the time at which they reach the next piece of age."""
         self._superseded: OrderedDict[str, None] = OrderedDict()
-        """Sessions from whose middle another session went on; see `superseded`. The first victims, in this order."""
+        """Sessions that another one repeats up to its middle and then leaves; see `superseded`. The first victims."""
 
     @classmethod
     def family(cls, options: Any = None) -> Callable[[], Self]:

@@ -67,7 +67,7 @@ class Sessions(BaseModel):
 
 
 class Policy(BaseModel):
-    """Eviction policy. order: ids of the first 50 sessions to lose their saved blocks if the tiers need room."""
+    """Eviction policy. order: ids of the first 50 sessions that lose compressed blocks if the tiers need room."""
 
     name: str
     options: dict[str, Any]
@@ -81,7 +81,7 @@ class TierState(BaseModel):
 
 
 class Measuring(BaseModel):
-    """Configured codec before the guard's verdict on it.
+    """Progress of the guard's measurements, before its verdict on the configured codec; see `StoreState`.
 
     blocks: number of blocks on which its loss was measured. of: number of blocks needed for a verdict.
     """
@@ -94,8 +94,8 @@ class Measuring(BaseModel):
 class StoreState(BaseModel):
     """Cold store, with all compressed blocks. up: True if the store answers. codec: codec of new blocks.
 
-    The guard measures the configured codec's loss on the model's KV, and may choose another codec. verdict: on the
-    configured codec: none, faithful, slow or unfaithful. measuring: None without measurements under way.
+    The guard measures the configured codec's loss and speed on the model's KV, and may choose another. verdict: what it
+    found: "faithful", "slow", "unfaithful", or "none" before that. measuring: None without measurements under way.
     """
 
     kind: str
@@ -108,7 +108,7 @@ class StoreState(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def refinements(self) -> int:
-        """Number of refinements of a new block. A refinement is a part of a block that makes its KV finer."""
+        """Number of refinements of a new block. A refinement is a part of a block that adds precision."""
         return LEVELS.get(self.codec, 0)
 
 
@@ -123,10 +123,10 @@ class PoolState(BaseModel):
 
 
 class CoreState(BaseModel):
-    """State of an engine core. sessions: number by state. token_s: seconds for a token in full steps; None if unknown.
+    """State of an engine core. sessions: number by state. token_s: seconds to compute a token of a prompt, if known.
 
     totals: sums since the start. Of prompt_tokens, computed_tokens were neither in the prefix cache nor restored, and
-    lossy_tokens had KV decoded by a lossy codec, or computed behind such KV. restore_ms: time of requests' restores.
+    lossy_tokens had KV decoded by a lossy codec, or computed from such KV. restore_ms: sum of requests' restores.
     returns: requests that continue a session. Of their prompts, return_resident_tokens were in the prefix cache,
     return_restored_tokens were restored, and return_recomputed_tokens were known to the session and computed again.
     """

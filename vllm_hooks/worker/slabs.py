@@ -18,7 +18,7 @@ from manthan.vllm_hooks.worker.pinned import PinnedRam
 Name = tuple[int, bytes]
 """KV cache group and block hash."""
 Places = Sequence[tuple[Extent, ...]]
-"""Extents of each of several blocks. An extent is a run of addresses in a buffer."""
+"""Extents of each of several blocks. An extent is a contiguous range of a buffer: start and size in bytes."""
 Numbers = npt.NDArray[np.int64]
 START, NBYTES, EXACT, FIRST_TOKEN, MARK, CODEC, PIECES = range(7)
 """Rows of a tier's table, which has a column for each block. START: start of the first extent. PIECES: number of
@@ -28,9 +28,10 @@ extents. The rows between are fields of `Stored`."""
 class Stored(NamedTuple):
     """Compressed block in a tier.
 
-    extents: memory of the block; several only if no hole was large enough. exact: number of first tokens stored exact.
-    first_token, mark: as in the `Transfer` that stored the block. The header is checked against these three. codec: see
-    `Codecs.number`. inner: of a block with refinements (parts that add precision), end of each part but the last.
+    extents: memory of the block; several only if no hole was large enough. exact: number of the block's first tokens
+    whose KV is stored unchanged. first_token, mark: as in the `Transfer` that stored the block. The block's header is
+    checked against `exact`, `first_token` and `mark`. codec: see `Codecs.number`. inner: for a block with refinements
+    (parts that add precision), the offset in bytes at which each part but the last ends; the first part is the base.
     """
 
     extents: tuple[Extent, ...]
@@ -103,8 +104,8 @@ class Slab:
         except torch.OutOfMemoryError:
             free, _ = torch.cuda.mem_get_info(device)
             raise ConfigError(
-                f"tiers.max_bytes asks for {human_bytes(max_bytes)} of memory on {device}, of which "
-                f"{human_bytes(free)} are free: lower it, or leave more free with --gpu-memory-utilization."
+                f"tiers.max_bytes asks for {human_bytes(max_bytes)} of memory on {device}, where {human_bytes(free)} "
+                "are free: lower tiers.max_bytes, or lower --gpu-memory-utilization."
             ) from None
 
     @classmethod
@@ -114,7 +115,7 @@ class Slab:
         return cls(ram.buffer, ram)
 
     def start(self) -> None:
-        """Begin to pin the rest of the RAM, if any. Called in every step."""
+        """Begin to pin the rest of the RAM, once; a slab of GPU memory has none. Called in every step."""
         if self._ram is not None:
             self._ram.start()
 
@@ -142,7 +143,7 @@ class Slab:
         return Stored(self._extents(column, start, nbytes), nbytes, *told)._replace(inner=self._inner.get(column, ()))
 
     def put(self, blocks: Mapping[Name, Stored]) -> None:
-        """Enter new blocks, written into their allocated extents.
+        """Enter new blocks with the extents allocated for them. Copy no bytes.
 
         Bytes allocated beyond a block's size become free again.
         """
@@ -167,10 +168,11 @@ class Slab:
             self._table[:, columns] = np.array(rows, np.int64).T
 
     def run(self, group: int, keys: Sequence[bytes], in_place: bool) -> Run | None:
-        """Return the run that begins with the first block, up to an absent block, or another codec or exact count.
+        """Return the run that begins with the first of `keys`; None if that is absent.
 
-        Return None if the first block is absent. in_place: True to read blocks in the tier if possible. The run then
-        has either only blocks with one extent, read in place, or only blocks with several, to be copied.
+        The run ends before a block that is absent, or has another codec or number of exact tokens. in_place: True to
+        read blocks in the tier if possible. The run then has either only blocks with one extent, read in place, or only
+        blocks with several, to be copied.
         """
         columns = list(map(self._columns.get, zip(repeat(group), keys)))
         there = np.array(columns[: columns.index(None)] if None in columns else columns, np.int64)
@@ -188,7 +190,7 @@ class Slab:
         return Run(self, in_place and not pieces, int(found[EXACT, 0]), *arrays, pieces, int(found[CODEC, 0]))
 
     def used(self, group: int, keys: Iterable[bytes]) -> None:
-        """Make present blocks the most recently used, the last of `keys` most of all."""
+        """Make these blocks the most recently used, the last of `keys` most of all. All must be in the tier."""
         for key in keys:
             self._columns.move_to_end((group, key))
 
@@ -197,7 +199,7 @@ class Slab:
         return next((name for name in self._columns if name not in others), None)
 
     def write(self, extents: Iterable[Extent], buf: Buffer) -> None:
-        """Copy a block into a tier in RAM."""
+        """Copy a block into the tier, which must be in RAM."""
         at = 0
         for start, nbytes in extents:
             part = buf[at : at + nbytes]
@@ -205,7 +207,7 @@ class Slab:
             at += nbytes
 
     def read(self, stored: Stored) -> Buffer:
-        """Return a block's bytes in a tier in RAM, without a copy if contiguous."""
+        """Return a block's bytes, without a copy if contiguous. The tier must be in RAM."""
         parts = [self.buffer.numpy()[start : start + nbytes] for start, nbytes in stored.extents]
         found: Buffer = (parts[0] if len(parts) == 1 else np.concatenate(parts))[: stored.nbytes]
         return found
@@ -269,11 +271,11 @@ class Taken(NamedTuple):
 
 
 class Slabs:
-    """Tiers of a rank, fastest first: GPU memory (device), pinned RAM (host), or GPU memory with RAM behind.
+    """Tiers of a rank: only GPU memory (device), only pinned RAM (host), or both, with the device first.
 
     New blocks go to the first tier. When the device is full, the least recently used blocks move to the host. If no
-    block can move, because all are still being written, new blocks go to the host at once. The manager never reserves
-    more than `TierBytes.usable` bytes of both together.
+    block can move, because all are still being written or the host is full, new blocks go directly to the host if they
+    fit. The manager never reserves more than `TierBytes.usable` bytes of both together.
     """
 
     def __init__(self, device: Slab | None, host: Slab | None) -> None:
@@ -282,7 +284,7 @@ class Slabs:
         self.first = self.all[0]
 
     def take(self, nbytes: int, count: int) -> tuple[list[Taken], list[Demotion]]:
-        """Return room for up to `count` new blocks, all that fit, and the demotions to copy before the room is used."""
+        """Return room for `count` blocks, or as many as fit, and the demotions to copy before the room is used."""
         for tier in self.all:
             tier.grow()
         arena, demotions = self.first.arena, list[Demotion]()
@@ -296,7 +298,7 @@ class Slabs:
         return taken, demotions
 
     def find(self, group: int, keys: Sequence[bytes]) -> Run | None:
-        """Return the run of the first of these blocks; None if the first is in no tier."""
+        """Return the run that begins with the first of these blocks; None if no tier has it."""
         for tier in self.all:
             if (run := tier.run(group, keys, tier is self.device)) is not None:
                 if len(self.all) > 1:  # a single tier demotes no block, and `Primary` notes uses itself
@@ -354,7 +356,7 @@ class Staging:
 
 
 def pieces(sources: Places, targets: Places, nbytes: Sequence[int]) -> torch.Tensor:
-    """Return the `n` copies that move blocks from `sources` to `targets`: int64 [3, n], in bytes.
+    """Return a table of the copies that move blocks from `sources` to `targets`: int64 [3, copies], in bytes.
 
     The rows are offsets in the source, offsets in the target, and sizes. nbytes: size of each block.
     """
@@ -366,7 +368,7 @@ def pieces(sources: Places, targets: Places, nbytes: Sequence[int]) -> torch.Ten
 
 
 def _pieces(source: tuple[Extent, ...], target: tuple[Extent, ...], left: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the copies that move one block. Each ends with an extent of the source or the target, or with the block."""
+    """Yield the copies that move one block. Each ends where the block, or an extent of source or target, ends."""
     froms, tos = iter(source), iter(target)
     (at, here), (to, there) = next(froms), next(tos)
     while left:
