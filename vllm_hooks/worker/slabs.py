@@ -239,7 +239,7 @@ class Slab:
         self.drop(list(self._columns))
 
     def free(self, extents: Sequence[Extent]) -> None:
-        """Free extents, or parts of extents. The engine erases `freed` before the next write."""
+        """Free extents, or parts of extents. `CudaEngine` erases `freed` before the next write."""
         self.arena.free(extents)
         self.freed += extents
 
