@@ -40,7 +40,7 @@ def agents(
     files: Annotated[list[Path] | None, typer.Argument(help="With --plot-only: further reports.")] = None,
     agents: Annotated[str, typer.Option(help="Numbers of agents; default: 4,8,16, on a GPU 8,16,32,48.")] = "",
     arms: Annotated[str, typer.Option(help="As for `load`; default: plain, host; on a GPU plain, offload, host.")] = "",
-    codecs: Annotated[str, typer.Option(help="Codecs of Manthan's arms, with commas between.")] = DEFAULT,
+    codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas; auto: a server's default.")] = DEFAULT,
     shrink: Annotated[float, typer.Option(min=0, help="Divisor of the tokens; 0: 64, on a GPU 4.")] = 0,
     faster: Annotated[float, typer.Option(min=0, help="Divisor of the pauses; 0: 10, on a GPU 1.5.")] = 0,
     copies: Annotated[int, typer.Option(min=1, help="Copies of each session, for more agents than sessions.")] = 1,

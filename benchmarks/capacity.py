@@ -33,7 +33,7 @@ def capacity(
         ),
     ] = "",
     budgets: Annotated[str, typer.Option(help="Sizes of all memory for KV, such as 64MiB,128MiB.")] = "",
-    codecs: Annotated[str, typer.Option(help="Codecs of Manthan's arms, with commas between.")] = DEFAULT,
+    codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas; auto: a server's default.")] = DEFAULT,
     profile: Annotated[
         Path | None, typer.Option(help="Model's profile, for codecs that need one, or `made-up`; turns the guard off.")
     ] = None,

@@ -17,6 +17,7 @@ from manthan.benchmarks.served import Served
 from manthan.benchmarks.server import VllmServer
 from manthan.benchmarks.whole_blocks import write_plugin
 from manthan.codec.registry import codec_names, needs_profile
+from manthan.manager.config.profiles import AUTO
 
 PLAIN, OFFLOAD = "plain", "offload"
 WHOLE = "whole"
@@ -130,7 +131,7 @@ def arm_in(
     if kind == OFFLOAD:
         size = ("--kv-offloading-size", f"{memory.store_nbytes / 2**30:.6f}")
         return CapacityArm(kind, "", memory, longest, flags=(*more, *size))
-    used = {"profile": str(profile.absolute())} if profile and needs_profile(codec) else {}
+    used = {"profile": str(profile.absolute())} if profile and takes_profile(codec) else {}
     named = {"name": codec, "guard": False, **used} if profile else codec
     manthan: dict[str, Any] = {**MANTHAN, "idle.min_tokens": 0, "codec": named}
     manthan["tiers"] = _tiers(kind, memory.store_nbytes)
@@ -174,9 +175,13 @@ def read_kinds(text: str, on_gpu: bool) -> list[str]:
 def read_codecs(text: str, profile: Path | None = None) -> list[str]:
     """Return names of codecs. Raises BadParameter for an unknown codec, or one that needs a missing profile."""
     wanted = [part.strip() for part in text.split(",")]
-    known = [name for name in codec_names() if profile is not None or not needs_profile(name)]
+    known = [AUTO, *(name for name in codec_names() if profile is not None or not needs_profile(name))]
     refuse_unknown("--codecs", set(wanted), known)
     return wanted
+
+
+def takes_profile(codec: str) -> bool:
+    return codec == AUTO or needs_profile(codec)
 
 
 def refuse_unknown(flag: str, wanted: set[str], known: Sequence[str]) -> None:

@@ -58,7 +58,7 @@ def load(
             "no block), device, disk, redis, tiered; default: plain, wide, host; on a GPU plain, offload, host.",
         ),
     ] = "",
-    codecs: Annotated[str, typer.Option(help="Codecs of Manthan's arms, with commas between.")] = DEFAULT,
+    codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas; auto: a server's default.")] = DEFAULT,
     chats: Annotated[int, typer.Option(min=0, help="Number of chats; 0: 20, on a GPU 64.")] = 0,
     tokens: Annotated[int, typer.Option(min=0, help="Length of a chat's first prompt; 0: 512, on a GPU 8192.")] = 0,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each chat.")] = 3,

@@ -24,8 +24,8 @@ from manthan.benchmarks.capacity_arms import (
     Memory,
     arm_in,
     refuse_unknown,
+    takes_profile,
 )
-from manthan.codec.registry import needs_profile
 
 WIDE, ORDERED, LMCACHE, DISK, ARRIVAL = "wide", "plain-ordered", "lmcache", "disk", "host-arrival"
 ARMS = (PLAIN, ORDERED, WIDE, OFFLOAD, LMCACHE, ARRIVAL, *OURS[:2], DISK, *OURS[2:])
@@ -84,7 +84,7 @@ class Arms:
 
     def _manthan(self, kind: str, codec: str) -> dict[str, Any]:
         """Return an arm's configuration of Manthan, by dotted key. For the arm `disk`, make an empty folder."""
-        profile = {"profile": str(self.profile)} if self.profile and needs_profile(codec) else {}
+        profile = {"profile": str(self.profile)} if self.profile and takes_profile(codec) else {}
         options: dict[str, Any] = {
             "idle.after_s": self.idle_after_s,
             "codec": {"name": codec, "guard": not self.made_up, **profile},

@@ -31,12 +31,12 @@ _ENDS = np.array((*AGES, HORIZON))
 SAID = (10, 60)  # seconds until an announced return: bounds between soon, in a while, and later
 KEPT = (0.5, 2)  # last pause as a multiple of the announced pause: bounds between too early, as announced, and too late
 ENDINGS = 8  # feature columns for `SessionView.ending`, chosen by a hash (Weinberger et al., ICML 2009)
-SWITCH = 3.0  # value of the chosen column of a one-hot feature. With 1, the penalty would shrink it too much
+SWITCH = 3.0  # value of the chosen column of a one-hot feature; with 1, the penalty would shrink coefficients too much
 USUAL = 3.0  # assumed logarithm of the pause in seconds, for a session that has had no pause
 RECENT, LASTING = 0.3, 0.06  # least weights of a new pause in a session's two moving averages; first pauses have more
 HALF_LIVES = 2  # number of times that a request's weight halves until the request leaves the window
 YOUNG_S = 30.0  # assumed for the first piece, in addition to what was seen: one return in this many seconds of waiting
-ROUNDS = 32  # most estimates of a piece while newer requests replace all requests of the window
+ROUNDS = 32  # a piece is estimated at most so often while newer requests replace all requests of the window
 LARGEST_STEP = 1.5  # largest change of a coefficient in a step of Newton's method
 
 
@@ -70,7 +70,11 @@ def said_s(session: SessionView) -> float | None:
 
 
 def features_of(session: SessionView, history: History) -> list[float]:
-    """Return the features x of a session: first the constant 1. A numeric feature is about 0 on average, 1 in size."""
+    """Return the features x of a session: first the constant 1.
+
+    A numeric feature has a mean of about 0 and a standard deviation of about 1. A feature that is true or false is 1 or
+    0. The columns of a one-hot feature are 0, and SWITCH for the value that the session has.
+    """
     answer, added = log1p(session.answer_tokens) / 2 - 2.5, log1p(session.added_tokens) / 2 - 3.5
     recent, tokens = history.recent - USUAL, log1p(session.tokens) / 2 - 5
     away, kept = said_s(session), history.kept
@@ -185,10 +189,10 @@ class ReturnModel:
     def _step(self, piece: int, x: Floats, events: Floats, waited: Floats) -> Floats:
         """Return Newton's step towards the greatest penalized likelihood of a piece.
 
-        The penalty pulls each coefficient towards 0, except the constant's. It pulls the constant's towards the
-        logarithm of the rate seen in the first piece, and in later pieces towards that of the previous piece, less what
-        a hazard that falls as 1/age loses. So a piece that few sessions of the window have reached takes its hazard
-        from the previous piece, and hardly heeds the features.
+        The penalty pulls each coefficient towards 0, except the constant's. The first piece's constant is pulled
+        towards the logarithm of the rate of returns seen in that piece. A later piece's constant is pulled towards the
+        previous piece's, lowered as for a hazard that falls as 1/age. So a piece that few sessions of the window have
+        reached takes its hazard from the previous piece, and the features hardly count.
 
         Args:
             x: features of the requests after which the wait reached the piece: [requests, features].
@@ -226,7 +230,9 @@ class ReturnModel:
         seconds = np.concatenate([[0.0], np.cumsum(waiting[:-1] * (1 - stays) / hazard)])
         rise, run = waiting[:-1, None] - waiting, seconds - seconds[:-1, None]
         slopes = np.divide(rise, run, out=np.zeros_like(rise), where=_LATER & (run > 0))
-        best: list[float] = np.maximum(slopes.max(axis=1), hazard).tolist()  # the hazard, where hardly any is left
+        best: list[float] = np.maximum(
+            slopes.max(axis=1), hazard
+        ).tolist()  # the hazard, where `waiting` is too near 0 for slopes
         return best
 
 

@@ -24,10 +24,12 @@ class ReturnsOptions(PolicyOptions):
 class Returns(EvictionPolicy):
     """Estimates when each session returns, and evicts the sessions with the lowest Gittins index first.
 
-    A session returns when its client sends the next request. Many sessions never return. A model (see return_model)
-    learns from requests which sessions return, and when. The Gittins index of a session is the chance that the session
+    The policy that users choose as `returns` is a subclass, which follows this order only while `lru` is not better.
+
+    A session returns when its client sends the next request. Many sessions never return. From requests, a model (see
+    return_model) learns which sessions return, and when. The Gittins index of a session is the chance that the session
     returns, divided by the expected seconds of waiting, if the wait ends at the best moment. A session's bytes do not
-    count. Superseded sessions (see `superseded`) are evicted before all others.
+    count. Superseded sessions are evicted before all others.
 
     Age is the time since a session's last use, and is cut into pieces (AGES). A session has one index for each piece.
     `victims` ranks a session anew after the session has passed into another piece. With n sessions, each call of
@@ -48,7 +50,7 @@ class Returns(EvictionPolicy):
         self._worth, self._passes = Ranking(), Ranking()
         """Sessions ranked by their index now; and sessions by the time at which they reach the next piece of age."""
         self._superseded: OrderedDict[str, None] = OrderedDict()
-        """Sessions that another one repeats up to its middle and then leaves; see `superseded`. The first victims."""
+        """Sessions whose beginning another session repeats before it goes on differently: the first victims."""
 
     @classmethod
     def family(cls, options: Any = None) -> Callable[[], Self]:

@@ -5,9 +5,9 @@ heads of consecutive layers that are encoded together. One call of cuBLAS transf
 equal numbers of components. CPU and GPU decode each other's blocks, and encode equal integers to equal words. But a GPU
 adds in a different order and rounds transformed numbers to fp16, so that one integer in some hundreds differs by 1.
 
-Numbers are encoded in parts: a coarse base, then refinements. The last refinement makes them exact; only the CPU writes
-and reads it. A GPU decodes the parts before it. A block has sections: its first `exact` tokens unchanged, and the other
-tokens encoded.
+The transformed numbers are encoded in parts: a coarse base, then refinements. With the last refinement the KV is
+restored bit by bit; only the CPU writes and reads it. A GPU decodes the parts before it. A block has sections: the
+first `exact` tokens unchanged, in a section for each layout of its caches, and the other tokens encoded, in one.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ from manthan.codec.tables import levels
 from manthan.codec.tables.frequencies import SCALE
 
 SCRATCH_BYTES = 256 * 2**20
-"""Limit for the bytes of a run's temporaries, but for arrays of a single call of cuBLAS. One block may exceed it."""
+"""Limit for the bytes of a run's temporaries, except arrays of a single call of cuBLAS. One block may exceed it."""
 ENCODING, DECODING = 4, 2
 """Bytes of temporaries for each number of a block, to encode and to decode."""
 PRODUCTS_AT_ONCE = 2**24
@@ -125,7 +125,8 @@ class Model(NamedTuple):
 
     sizes: number of components (C) of each group. forward, inverse: the transforms and their inverses, a float16
     [groups, C, C] for each sequence of consecutive groups with equal C. gain, gain_back: factors of the numbers before
-    the transform, and after the inverse. With them, transforms and products fit into float16.
+    the transform, and after the inverse. With them, the transforms, the inverses and the transformed numbers fit into
+    float16.
     """
 
     sizes: list[int]
@@ -203,8 +204,9 @@ def device_nbytes(profile: Profile) -> int:
 class Tables(NamedTuple):
     """Tables of the entropy coder.
 
-    there: uint8, on the device: tables of the base, tables of the refinements, and the rest. The rest are inverses of
-    frequencies to encode, and centres of levels to decode. likely_at, rest_at: byte offsets of the last two.
+    there: uint8, on the device: tables of the base, tables of the refinements, and the rest. For encoding, the rest is
+    the inverses of the frequencies; for decoding, the values that the integers stand for. likely_at, rest_at: byte
+    offsets of the tables of the refinements, and of the rest.
     """
 
     there: Tensor
@@ -267,7 +269,7 @@ def decoding_tables(device: torch.device) -> Tables:
 class Plan(NamedTuple):
     """Arguments of the kernels for blocks with an equal number of exact tokens.
 
-    exact: jobs of the exact sections. sections, model: for the lossy section, None if all tokens are exact.
+    exact: a job for each exact section. sections, model: for the lossy section, None if all tokens are exact.
     seal: job of header and checksum if all tokens are exact, else unused.
     """
 
@@ -379,7 +381,8 @@ class KltPagedCodec(PagedCodec):
         """Return two tensors that kernels share, to be kept until the last launch, and set their addresses in the job.
 
         Returns: components as float16 [components, width], where width is blocks times tokens, rounded up to a multiple
-        of 8; bytes for steps, states, sizes and shifts.
+        of 8; bytes for the steps of blocks, the states of rANS streams, the sizes of parts, and the shifts. A shift
+        makes a token's step in a group of layers larger or smaller by a power of two.
         """
         job.width = -(-job.n * job.tokens // 8) * 8
         numbers = torch.empty((job.components, job.width), dtype=torch.float16, device=self.device)
@@ -416,9 +419,10 @@ class KltPagedCodec(PagedCodec):
         self._kernels.launch(name, job, job.n * warps)
 
     def _launch_rows(self, name: str, job: LeveledSections, tables: Tables) -> None:
-        """Launch a kernel whose warps take a group of one block each, or of several if their streams fit into a warp.
+        """Launch a kernel in which a warp takes one group of one KV block, or of several if their streams fit in it.
 
-        There are as many thread blocks as groups of all blocks, or as the device holds: warps spread over all of it.
+        The kernel has a thread block for each group of each KV block, but at most as many as the device holds at once.
+        So the warps that have work spread over the whole device.
         """
         job.tables, job.tables_nbytes = tables.there.data_ptr(), tables.there.nbytes
         job.likely_at, job.rest_at = tables.likely_at, tables.rest_at

@@ -117,7 +117,7 @@ def partings(renderer: Renderer) -> list[Parting]:
     apart = plain | dict.fromkeys(THOUGHT_KEYS, THOUGHT)
     within = plain | {"content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"}
     shown = renderer.decode(renderer.render([*asked, apart], asks=False))
-    tried = [("plain answers", plain, "", 0), ("another day", plain, "", A_DAY)]
+    tried = [("plain answers", plain, "", 0), ("the next turn on another day", plain, "", A_DAY)]
     if THOUGHT in shown:
         tried.append(("thinking", apart, THOUGHT, 0))
     if THOUGHT not in shown or "<think>" in shown:  # not if thinking is in a separate channel
@@ -144,9 +144,9 @@ def check_template(renderer: Renderer) -> Finding:
     return Finding(
         TEMPLATE,
         Grade.WRONG,
-        f"it rewrites history (with {worst.of}): the next prompt repeats {worst.kept} of a turn's {worst.tokens} "
+        f"it rewrites history (tried: {worst.of}): the next prompt repeats {worst.kept} of a turn's {worst.tokens} "
         f"tokens, up to {worst.before!r}, and goes on with {worst.comes!r} where {worst.was!r} was"
-        f"{f' (with {also})' if also else ''}; "
+        f"{f' (also: {also})' if also else ''}; "
         "each turn computes all later tokens again: use a template that only appends (--chat-template).",
     )
 

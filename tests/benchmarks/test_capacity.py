@@ -69,7 +69,7 @@ def test_every_returning_session_is_answered_rightly(found: dict[str, Any]) -> N
             ("--arms", "plain,hots"),
             "--arms hots is unknown: there are plain, offload, host, whole, device, redis,",
         ),
-        (("--codecs", "lloyd9"), "--codecs lloyd9 is unknown: there are wht-5x,"),
+        (("--codecs", "lloyd9"), "--codecs lloyd9 is unknown: there are auto, wht-5x,"),
         (("--budgets", "64 apples"), "--budgets must be sizes with commas between, such as 64MiB,128MiB, not"),
         (("--budgets", "4MiB"), "--budgets: 4.0MiB is too small for sessions of 2000 tokens of tiny-llama: name 20."),
         (("--tokens", "100"), "--tokens must be 512 or more, not 100"),
@@ -170,6 +170,10 @@ def test_a_profile_comes_with_its_codecs(served: Served, tmp_path: Path) -> None
     assert read_codecs("wht-5x,klt-5x", profile) == ["wht-5x", "klt-5x"]
     with pytest.raises(typer.BadParameter, match="--codecs klt-8x is unknown"):
         read_codecs("klt-8x")
+    assert read_codecs("auto") == ["auto"]
+    auto = make_arm("host", "auto", BUDGET, served, TOKENS, {}, [], profile)
+    assert auto.manthan is not None
+    assert auto.manthan["codec"] == {"name": "auto", "profile": str(profile), "guard": False}
     plain = make_arm("host", "wht-5x", BUDGET, served, TOKENS, {}, [], profile)
     assert plain.manthan is not None
     assert plain.manthan["codec"] == {"name": "wht-5x", "guard": False}

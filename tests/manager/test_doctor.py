@@ -221,8 +221,11 @@ def test_what_only_appends_is_good() -> None:
     [
         (Words(keeps=False), {"thinking", "thinking within the answer"}),
         (Words(keeps=False, knows=False), {"thinking within the answer"}),
-        (Words(clock=True), {"another day"}),
-        (Words(opens=True, keeps=False), {"plain answers", "another day", "thinking", "thinking within the answer"}),
+        (Words(clock=True), {"the next turn on another day"}),
+        (
+            Words(opens=True, keeps=False),
+            {"plain answers", "the next turn on another day", "thinking", "thinking within the answer"},
+        ),
     ],
 )
 def test_what_rewrites_history_is_told(words: Words, of: set[str]) -> None:

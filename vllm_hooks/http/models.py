@@ -146,7 +146,7 @@ class EngineState(CoreState):
 
 
 class Setting(BaseModel):
-    """Value of a setting, and its source: flag, file, environment, argument or default."""
+    """Value of a setting, and its source: command-line flag, file, environment, argument in Python, or default."""
 
     model_config = ConfigDict(populate_by_name=True)
 

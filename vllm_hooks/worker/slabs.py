@@ -29,8 +29,9 @@ class Stored(NamedTuple):
     """Compressed block in a tier.
 
     extents: memory of the block; several only if no hole was large enough. exact: number of the block's first tokens
-    whose KV is stored unchanged. first_token, mark: as in the `Transfer` that stored the block. The block's header is
-    checked against `exact`, `first_token` and `mark`. codec: see `Codecs.number`. inner: for a block with refinements
+    whose KV is stored unchanged. first_token: position of the block's first token in the session. mark: how its KV came
+    about, as a number of `manthan.manager.pool.Mark`. The block's header must have the same `exact`, `first_token` and
+    `mark`. codec: see `Codecs.number`. inner: for a block with refinements
     (parts that add precision), the offset in bytes at which each part but the last ends; the first part is the base.
     """
 
@@ -46,9 +47,9 @@ class Stored(NamedTuple):
 class Run(NamedTuple):
     """Consecutive stored blocks of a load, in one tier, with the same codec and number of exact first tokens.
 
-    in_place: True to decode the blocks in the tier, without a staging buffer. starts, nbytes, first_tokens, marks:
-    int64 [n], each block's offset in the tier, size, first token's position in the session, and mark. pieces: extents
-    of blocks with several extents, by index in the run. codec: see `Codecs.number`.
+    in_place: True to decode from the tier's memory itself, without a copy in a staging buffer. starts, nbytes,
+    first_tokens, marks: int64 [n], each block's offset in the tier, size, first token's position in the session, and
+    mark. pieces: extents of blocks with several extents, by index in the run. codec: see `Codecs.number`.
     """
 
     tier: "Slab"
@@ -110,7 +111,10 @@ class Slab:
 
     @classmethod
     def pinned(cls, max_bytes: int, device: torch.device) -> "Slab":
-        """Return a slab of RAM for direct access by the GPU, with a first part pinned at once. Raises ConfigError."""
+        """Return a slab of RAM for direct access by the GPU, with a first part pinned at once.
+
+        Raises ConfigError if that part cannot be pinned.
+        """
         ram = PinnedRam(max_bytes, device)
         return cls(ram.buffer, ram)
 
@@ -273,9 +277,9 @@ class Taken(NamedTuple):
 class Slabs:
     """Tiers of a rank: only GPU memory (device), only pinned RAM (host), or both, with the device first.
 
-    New blocks go to the first tier. When the device is full, the least recently used blocks move to the host. If no
-    block can move, because all are still being written or the host is full, new blocks go directly to the host if they
-    fit. The manager never reserves more than `TierBytes.usable` bytes of both together.
+    New blocks go to the first tier. When the device is full, the least recently used blocks move to the host. No block
+    can move while all are still being written, or if the host lacks room for the next one. New blocks then go directly
+    to the host, if they fit. The manager never reserves more than `TierBytes.usable` bytes of both together.
     """
 
     def __init__(self, device: Slab | None, host: Slab | None) -> None:
@@ -301,7 +305,7 @@ class Slabs:
         """Return the run that begins with the first of these blocks; None if no tier has it."""
         for tier in self.all:
             if (run := tier.run(group, keys, tier is self.device)) is not None:
-                if len(self.all) > 1:  # a single tier demotes no block, and `Primary` notes uses itself
+                if len(self.all) > 1:  # the order of use matters for demotion only
                     tier.used(group, reversed(keys[: len(run.starts)]))  # a session's last blocks move down first
                 return run
         return None
