@@ -36,7 +36,7 @@ USUAL = 3.0  # assumed logarithm of the pause in seconds, for a session that has
 RECENT, LASTING = 0.3, 0.06  # least weights of a new pause in a session's two moving averages; first pauses have more
 HALF_LIVES = 2  # number of times that a request's weight halves until the request leaves the window
 YOUNG_S = 30.0  # assumed for the first piece, in addition to what was seen: one return in this many seconds of waiting
-ROUNDS = 32  # a piece is estimated at most so often while newer requests replace all requests of the window
+ROUNDS = 32  # most estimates of one piece in the time in which newer requests replace the whole window
 LARGEST_STEP = 1.5  # largest change of a coefficient in a step of Newton's method
 
 
@@ -111,11 +111,11 @@ class ReturnModel:
 
     Args:
         window: number of newest requests to learn from.
-        refit_every: requests between two estimates of the same piece, or 1 / ROUNDS of the requests in the window if
-            that is more, so that a request's cost does not grow with the window. The first estimate is of all pieces at
-            once. Later the pieces take turns, so that no request waits long.
-        prior: strength of the penalty: after so many returns with a feature of value 1, its coefficient is about half
-            of what it would be without the penalty.
+        refit_every: requests between two estimates of the same piece, but at least 1 / ROUNDS of those in the window.
+            So the average cost of a request does not grow with the window. The first estimate is of all pieces at once.
+            Later the pieces take turns, so that no request waits long.
+        prior: strength of the penalty. After `prior` returns with a feature of value 1, the feature's coefficient is
+            about half of what it would be without the penalty.
     """
 
     def __init__(self, window: int, refit_every: int, prior: float) -> None:

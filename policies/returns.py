@@ -14,22 +14,27 @@ from manthan.policies.return_model import AGES, ReturnModel
 class ReturnsOptions(PolicyOptions):
     """Options of the model."""
 
-    window: int = Field(default=4096, ge=64, le=1 << 20, description="a number of newest requests, from 64 to 1048576")
+    window: int = Field(
+        default=4096, ge=64, le=1 << 20, description="the number of newest requests to learn from, 64 to 1048576"
+    )
     refit_every: int = Field(
         default=64, ge=1, description="a number of requests between two estimates of the same piece, 1 or more"
     )
-    prior: float = Field(default=8.0, gt=0, description="a number of returns, above 0")
+    prior: float = Field(
+        default=8.0, gt=0, description="a number above 0, the weight of the prior in returns of sessions"
+    )
 
 
 class Returns(EvictionPolicy):
     """Estimates when each session returns, and evicts the sessions with the lowest Gittins index first.
 
-    The policy that users choose as `returns` is a subclass, which follows this order only while `lru` is not better.
+    The policy that users choose as `returns` is a subclass. It begins with the order of `lru`, and follows this one
+    when this has been found to keep more of the KV that returning sessions need.
 
     A session returns when its client sends the next request. Many sessions never return. From requests, a model (see
     return_model) learns which sessions return, and when. The Gittins index of a session is the chance that the session
-    returns, divided by the expected seconds of waiting, if the wait ends at the best moment. A session's bytes do not
-    count. Superseded sessions are evicted before all others.
+    returns, divided by the expected seconds of waiting, if the wait ends at the best moment. The index is not
+    divided by a session's bytes. Superseded sessions are evicted before all others.
 
     Age is the time since a session's last use, and is cut into pieces (AGES). A session has one index for each piece.
     `victims` ranks a session anew after the session has passed into another piece. With n sessions, each call of
@@ -50,7 +55,7 @@ class Returns(EvictionPolicy):
         self._worth, self._passes = Ranking(), Ranking()
         """Sessions ranked by their index now; and sessions by the time at which they reach the next piece of age."""
         self._superseded: OrderedDict[str, None] = OrderedDict()
-        """Sessions whose beginning another session repeats before it goes on differently: the first victims."""
+        """The first victims: sessions from whose middle another went on, as after an edit of an earlier message."""
 
     @classmethod
     def family(cls, options: Any = None) -> Callable[[], Self]:

@@ -21,6 +21,8 @@ class ManthanMetadata(KVConnectorMetadata):
 
     place: str | None = None
     """Argument for `Tier.cleared`, by which workers drop all earlier compressed blocks; None to drop none."""
+    has_new_weights: bool = False
+    """True if weights have changed, or may have, since the last step."""
     drops: Sequence[BlocksDropped | BlocksTrimmed] = ()
     stores: Sequence[Transfer] = ()
     loads: Sequence[Transfer] = ()

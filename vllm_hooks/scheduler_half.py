@@ -197,6 +197,7 @@ class SchedulerHalf:
         """By id of a request that `match` has answered and that has no blocks yet, number of its resident blocks."""
         self._place: str | None = None
         """Argument for `Tier.cleared` after a reset, until the workers are told; None without a reset."""
+        self._has_new_weights = False  # true until the workers are told
         self._deadline = inf
         self._drained_at: float | None = None
         """Time until which sessions are saved at the engine's end; None before the shutdown, 0 after the saving."""
@@ -552,9 +553,11 @@ class SchedulerHalf:
         if self.limit is not None:
             self.limit.begin(scheduled_tokens, now, len(self._requests))
         place, self._place = self._place, None
+        has_new_weights, self._has_new_weights = self._has_new_weights, False
         self._set_deadline()
         return ManthanMetadata(
             place,
+            has_new_weights,
             work.drops,
             work.stores,
             work.loads,
@@ -688,7 +691,7 @@ class SchedulerHalf:
             self._is_unsure = False
             if self._weights is None or self._weights != before:
                 logger.info("Manthan: the weights have changed, or may have.")
-                self._drops = True
+                self._drops = self._has_new_weights = True
         if self._drops:
             self._drops = False
             self.reset()

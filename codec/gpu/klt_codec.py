@@ -5,9 +5,10 @@ heads of consecutive layers that are encoded together. One call of cuBLAS transf
 equal numbers of components. CPU and GPU decode each other's blocks, and encode equal integers to equal words. But a GPU
 adds in a different order and rounds transformed numbers to fp16, so that one integer in some hundreds differs by 1.
 
-The transformed numbers are encoded in parts: a coarse base, then refinements. With the last refinement the KV is
-restored bit by bit; only the CPU writes and reads it. A GPU decodes the parts before it. A block has sections: the
-first `exact` tokens unchanged, in a section for each layout of its caches, and the other tokens encoded, in one.
+The transformed numbers are encoded in parts: a coarse base, then refinements. With the last refinement, the
+restored KV has the same bits as before; only the CPU writes and reads that part. Of a block that has it, a GPU decodes
+the parts before. A block has sections: the first `exact` tokens unchanged, in one section for each set of caches with
+equal shape and dtype, and the other tokens encoded, in one.
 """
 
 import ctypes
@@ -381,8 +382,8 @@ class KltPagedCodec(PagedCodec):
         """Return two tensors that kernels share, to be kept until the last launch, and set their addresses in the job.
 
         Returns: components as float16 [components, width], where width is blocks times tokens, rounded up to a multiple
-        of 8; bytes for the steps of blocks, the states of rANS streams, the sizes of parts, and the shifts. A shift
-        makes a token's step in a group of layers larger or smaller by a power of two.
+        of 8; bytes for the steps of blocks, the states of rANS streams, the sizes of parts, and the shifts. There is
+        a shift for each token and group, which makes the token's step larger or smaller by a power of two.
         """
         job.width = -(-job.n * job.tokens // 8) * 8
         numbers = torch.empty((job.components, job.width), dtype=torch.float16, device=self.device)
@@ -422,7 +423,7 @@ class KltPagedCodec(PagedCodec):
         """Launch a kernel in which a warp takes one group of one KV block, or of several if their streams fit in it.
 
         The kernel has a thread block for each group of each KV block, but at most as many as the device holds at once.
-        So the warps that have work spread over the whole device.
+        Few warps of a thread block then have work, but on the whole device.
         """
         job.tables, job.tables_nbytes = tables.there.data_ptr(), tables.there.nbytes
         job.likely_at, job.rest_at = tables.likely_at, tables.rest_at

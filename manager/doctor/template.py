@@ -144,7 +144,7 @@ def check_template(renderer: Renderer) -> Finding:
     return Finding(
         TEMPLATE,
         Grade.WRONG,
-        f"it rewrites history (tried: {worst.of}): the next prompt repeats {worst.kept} of a turn's {worst.tokens} "
+        f"it rewrites history (case: {worst.of}): the next prompt repeats {worst.kept} of a turn's {worst.tokens} "
         f"tokens, up to {worst.before!r}, and goes on with {worst.comes!r} where {worst.was!r} was"
         f"{f' (also: {also})' if also else ''}; "
         "each turn computes all later tokens again: use a template that only appends (--chat-template).",

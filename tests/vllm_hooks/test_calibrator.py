@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,11 @@ from vllm_engine import MODEL, Engine, Table
 from manthan.codec.profile import DIVERGENCES, Profile
 from manthan.manager.config.profiles import choose_codec, profile_path
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.messages import Candidate, ManthanWorkerMetadata
+from manthan.vllm_hooks.messages import Candidate, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 from manthan.vllm_hooks.settled import CALIBRATES
 from manthan.vllm_hooks.transfer_config import from_vllm_config, settings
-from manthan.vllm_hooks.worker.calibrator import LEAST
+from manthan.vllm_hooks.worker.calibrator import EVERY, LEAST, Calibrator
 
 CHATS = 8
 
@@ -92,13 +93,19 @@ def test_new_blocks_use_the_profile_old_ones_return_and_the_next_start_has_it(
 ) -> None:
     talk(engine, range(2), tenant="acme")
     assert engine.on_worker(seen) == (0, ["wht-5x", "wht-4x"], ["wht-4x"]), "a tenant's prompts shape nothing"
-    seed = talk_until(engine, 2, path.exists)
+    talk(engine, range(2, 4))
+    assert engine.on_worker(seen)[0] > 0
+    engine.reset(cold=True)
+    engine.wait(lambda: engine.sessions("cold") == 0, "an empty cold store")
+    talk(engine, range(1), tenant="acme")
+    assert engine.on_worker(seen)[0] == 0, "a reset drops what was taken"
+    seed = talk_until(engine, 4, path.exists)
     taken, measured, _ = engine.on_worker(seen)
     assert taken > 2000
     assert measured == ["klt-8x", "wht-5x", "wht-4x"]
     talk(engine, range(seed, seed + 2))
     assert "klt-8x" in engine.on_worker(seen)[2]
-    for old in (2, seed):
+    for old in (4, seed):
         prompt, right = Table(old).question(old % 5)
         answer = engine.ask(prompt, f"chat {old}")
         assert (answer.text, answer.cached_tokens) == (right, (answer.prompt_tokens - 1) // 32 * 32)
@@ -163,6 +170,21 @@ def test_the_log_says_once_that_tenants_shape_no_profile() -> None:
     with said(logging.INFO) as lines:
         assert not half._may_calibrate(LEAST)
     assert lines == [], "no profile is being made"
+
+
+def test_a_reset_begins_anew_and_a_change_of_weights_ends_calibration() -> None:
+    calibrator: Any = object.__new__(Calibrator)
+    calibrator._wants = calibrator._is_busy = calibrator._is_done = False
+    calibrator.every, calibrator._passed, calibrator._taken, calibrator._resets = EVERY, 5000, 4096, 0
+    step = partial(ManthanMetadata, tokens=512, may_calibrate=True)
+    calibrator.begin_step(step())
+    assert not calibrator._wants, "enough was taken"
+    calibrator.begin_step(step(place=""))
+    assert (calibrator._wants, calibrator._taken, calibrator._resets) == (True, 0, 1)
+    calibrator.begin_step(step(place="", has_new_weights=True))
+    assert not calibrator._wants
+    calibrator.begin_step(step())
+    assert not calibrator._wants
 
 
 def configured(model: str = MODEL, **options: Any) -> Any:

@@ -65,7 +65,7 @@ def test_a_template_that_drops_thinking(tmp_path: Path) -> None:
     template.write_text(DROPS_BEFORE_QUESTION)
     said = wrong(tmp_path, MODEL, "--chat-template", template)
     assert set(said) == {"chat template"}
-    assert said["chat template"].startswith("it rewrites history (tried: thinking): the next prompt repeats ")
+    assert said["chat template"].startswith("it rewrites history (case: thinking): the next prompt repeats ")
     assert "and goes on with 'The capital of France" in said["chat template"]
     template.write_text(KEEPS)
     assert wrong(tmp_path, MODEL, "--chat-template", template) == {}

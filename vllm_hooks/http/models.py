@@ -25,7 +25,7 @@ RISING = (Sort.ID, Sort.STATE, Sort.EXPECTED)
 def _states(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not {*names} <= {*map(str, SessionState)}:
-        raise ValueError("not such states")
+        raise ValueError("unknown state")
     return names
 
 
@@ -45,7 +45,7 @@ class SessionQuery(BaseModel):
     offset: int = Field(default=0, ge=0, le=FARTHEST, description=f"a whole number from 0 to {FARTHEST}")
 
     def query(self, bound: str | None) -> dict[str, Any]:
-        """Return the fields of a `Query`, as a mapping. bound: tenant that asks; None for access to all tenants."""
+        """Return the fields of a `manthan.manager.listing.Query`. bound: tenant that asks; None for access to all."""
         order = self.order or ("asc" if self.sort in RISING else "desc")
         given = {"bound": bound, "states": _states(self.state) if self.state else None, "descending": order == "desc"}
         return self.model_dump(mode="json", exclude={"state", "order"}) | given
@@ -113,7 +113,7 @@ class StoreState(BaseModel):
 
 
 class PoolState(BaseModel):
-    """vLLM's KV pool. session_bytes: bytes of sessions' and requests' blocks without a compressed copy."""
+    """vLLM's KV pool. session_bytes: of blocks of sessions and running requests that have no compressed copy."""
 
     block_tokens: int
     blocks: int
@@ -126,7 +126,7 @@ class CoreState(BaseModel):
     """State of an engine core. sessions: number by state. token_s: seconds to compute a token of a prompt, if known.
 
     totals: sums since the start. Of prompt_tokens, computed_tokens were neither in the prefix cache nor restored, and
-    lossy_tokens had KV decoded by a lossy codec, or computed from such KV. restore_ms: sum of requests' restores.
+    lossy_tokens had KV decoded by a lossy codec, or computed from such KV. restore_ms: milliseconds of restores.
     returns: requests that continue a session. Of their prompts, return_resident_tokens were in the prefix cache,
     return_restored_tokens were restored, and return_recomputed_tokens were known to the session and computed again.
     """

@@ -50,17 +50,21 @@ class Calibrator:
         self._folder = model_folder(model.model, model.revision)
         self._info = ProfileInfo(model.model, len(group.names), heads, dim, rope, "attention")
         self._builder: TrafficBuilder | None = None
+        self._begun = 0  # number of resets before the builder's first rows
         self._device = device
         self._threads = JobThreads(1, "manthan-calibrate", allowed_cpus() if device.type == "cpu" else ())
         self._parts: list[tuple[torch.Tensor, ...]] = []  # by layer, copied queries, keys and values of the step
         self._rows, self._first = slice(0), 0  # the prompt's rows to copy, and the first row's position in the prompt
         self._wants = self._is_busy = self._is_done = False
-        self._passed = self._taken = 0
+        self._passed = self._taken = self._resets = 0
         for layer, attention in enumerate(self._attentions):
             wrap("vllm.v1.attention.backend.AttentionImpl.forward", attention, partial(self._forward, layer))
 
     def begin_step(self, metadata: ManthanMetadata) -> None:
-        self._is_done |= metadata.place is not None  # after a reset the weights may differ
+        self._is_done |= metadata.has_new_weights  # the profile's path names the weights of the files
+        if metadata.place is not None:  # what was taken before the cold store was emptied shapes no profile
+            self._passed = self._taken = 0
+            self._resets += 1
         self._passed += metadata.tokens
         is_idle = not (self._is_busy or self._is_done)
         self._wants = is_idle and metadata.may_calibrate and self.every * self._taken <= self._passed
@@ -107,10 +111,16 @@ class Calibrator:
             self._wants, self._is_busy = False, True
             self._taken += len(self._parts[0][0])
             copied = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device).record_event()
-            self._threads.submit(self._try, self._add, self._first, self._parts, copied)
+            self._threads.submit(self._try, self._add, self._first, self._parts, self._resets, copied)
 
-    def _add(self, first: int, parts: list[tuple[torch.Tensor, ...]], copied: torch.cuda.Event | None) -> None:
-        """Add rows of all layers to the profile. After enough tokens, offer the profile. Arguments: see `_take`."""
+    def _add(self, first: int, parts: list[tuple[torch.Tensor, ...]], resets: int, copied: Any) -> None:
+        """Add rows of all layers to the profile. After enough tokens, offer the profile.
+
+        Args:
+            first, parts: position in the prompt of the first row, and rows by layer: queries, keys and values.
+            resets: number of resets before the rows were taken.
+            copied: CUDA event after the copies; None on a CPU.
+        """
         if copied is not None:
             torch.cuda.set_device(self._device)
             stream = torch.cuda.Stream(self._device)
@@ -119,15 +129,18 @@ class Calibrator:
                 parts = [tuple(x.cpu() for x in parts.pop(0)) for _ in self._attentions]
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         info, builder = self._info, self._builder
-        if builder is None:
+        if builder is None or self._begun != resets:
             outputs = output_energies(self._folder, info.layers, parts[0][0].shape[1], info.head_dim)
-            builder = self._builder = TrafficBuilder(info, outputs)
+            builder, self._begun = TrafficBuilder(info, outputs), resets
+            self._builder = builder
         for layer, (part, attention) in enumerate(zip(parts, self._attentions, strict=True)):
             queries, keys, values = (x.float().numpy().swapaxes(0, 1) for x in part)
             builder.add(layer, np.arange(first, first + keys.shape[1]), keys, values)
             if first == 0:
                 builder.ask(layer, queries * np.float32(attention.scale), keys, values)
-        if builder.tokens >= self.wanted and not self._is_done:
-            self._is_done, self._builder = True, None
-            self._offer(builder.made())
+        if builder.tokens >= self.wanted:
+            profile, self._builder = builder.made(), None
+            if resets == self._resets and not self._is_done:
+                self._is_done = True
+                self._offer(profile)
         self._is_busy = False

@@ -29,10 +29,11 @@ class Stored(NamedTuple):
     """Compressed block in a tier.
 
     extents: memory of the block; several only if no hole was large enough. exact: number of the block's first tokens
-    whose KV is stored unchanged. first_token: position of the block's first token in the session. mark: how its KV came
-    about, as a number of `manthan.manager.pool.Mark`. The block's header must have the same `exact`, `first_token` and
-    `mark`. codec: see `Codecs.number`. inner: for a block with refinements
-    (parts that add precision), the offset in bytes at which each part but the last ends; the first part is the base.
+    whose KV is stored unchanged. first_token: position of the block's first token in the session. mark: value of the
+    `manthan.manager.pool.Mark` that says whether its KV was computed or decoded. A compressed block begins with a
+    header, and is not decoded unless that has the same `exact`, `first_token` and `mark`. codec: see `Codecs.number`.
+    inner: for a block with refinements (parts that add precision), the offset in bytes at which each part but the last
+    ends; the first part is the base.
     """
 
     extents: tuple[Extent, ...]
@@ -119,7 +120,7 @@ class Slab:
         return cls(ram.buffer, ram)
 
     def start(self) -> None:
-        """Begin to pin the rest of the RAM, once; a slab of GPU memory has none. Called in every step."""
+        """Begin to pin the rest of the RAM. Called in every step, but only the first call does it."""
         if self._ram is not None:
             self._ram.start()
 
@@ -278,8 +279,9 @@ class Slabs:
     """Tiers of a rank: only GPU memory (device), only pinned RAM (host), or both, with the device first.
 
     New blocks go to the first tier. When the device is full, the least recently used blocks move to the host. No block
-    can move while all are still being written, or if the host lacks room for the next one. New blocks then go directly
-    to the host, if they fit. The manager never reserves more than `TierBytes.usable` bytes of both together.
+    can move while all blocks of the device are still being written, or if the host lacks room for the least recently
+    used one. New blocks that fit then go directly to the host. The manager never reserves more than `TierBytes.usable`
+    bytes of both together.
     """
 
     def __init__(self, device: Slab | None, host: Slab | None) -> None:
