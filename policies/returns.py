@@ -20,9 +20,7 @@ class ReturnsOptions(PolicyOptions):
     refit_every: int = Field(
         default=64, ge=1, description="a number of requests between two estimates of the same piece, 1 or more"
     )
-    prior: float = Field(
-        default=8.0, gt=0, description="a number above 0, the weight of the prior in returns of sessions"
-    )
+    prior: float = Field(default=8.0, gt=0, description="a weight above 0, in returns of sessions")
 
 
 class Returns(EvictionPolicy):

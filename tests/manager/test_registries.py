@@ -35,7 +35,7 @@ def test_a_policy_is_chosen_with_its_options() -> None:
     assert choose_policy(PolicyConfig()).options == PolicyOptions()
 
 
-RIGHT = "policy.prior must be a number of returns, above 0"
+RIGHT = "policy.prior must be a weight above 0, in returns of sessions"
 
 
 def test_a_refusal_names_the_source(tmp_path: Path) -> None:
