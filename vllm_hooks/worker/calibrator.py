@@ -138,9 +138,13 @@ class Calibrator:
             builder.add(layer, np.arange(first, first + keys.shape[1]), keys, values)
             if first == 0:
                 builder.ask(layer, queries * np.float32(attention.scale), keys, values)
-        if builder.tokens >= self.wanted:
+
+        def is_valid() -> bool:
+            return resets == self._resets and not self._is_done
+
+        if builder.tokens >= self.wanted and is_valid():
             profile, self._builder = builder.made(), None
-            if resets == self._resets and not self._is_done:
+            if is_valid():  # it takes minutes for a large model
                 self._is_done = True
                 self._offer(profile)
         self._is_busy = False
