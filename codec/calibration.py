@@ -182,35 +182,43 @@ class _Joint:
         made: Floats = (-3 * EXPONENT / np.log(2) * np.linalg.solve(products + ridge, sums)).astype(np.float32)
         return made
 
-    def _root(self, metrics: Mapping[int, Sequence[Doubles]], covariance: Doubles) -> Doubles:
-        """Return a matrix. Errors of rows @ matrix cost the same in all directions, layers, keys and values."""
-        root, at = np.zeros_like(covariance), slice(self._heads.start * self.head_dim, self._heads.stop * self.head_dim)
+    def _roots(self, metrics: Mapping[int, Sequence[Doubles]], covariance: Doubles) -> list[tuple[slice, Doubles]]:
+        """Return a matrix for the rows' numbers of each layer and kind, with their place in the row.
+
+        Errors of numbers @ matrix cost the same in all directions, layers, keys and values.
+        """
+        made, at = [], slice(self._heads.start * self.head_dim, self._heads.stop * self.head_dim)
         for n, (layer, kind) in enumerate(itertools.product(self.layers, range(self._kinds))):
             here = slice(n * (at.stop - at.start), (n + 1) * (at.stop - at.start))
             if layer in metrics:
                 weights = metrics[layer][kind][at, at]
                 mean = float(np.trace(weights)) / len(weights)
-                made, step = np.linalg.cholesky(_evened(weights, EVEN)), mean and mean**-0.5
+                root, step = np.linalg.cholesky(_evened(weights, EVEN)), mean and mean**-0.5
             else:
                 weights = covariance[here, here]
                 are_keys = self._kinds == 2 and kind == 0  # which attention multiplies by queries
-                made = np.linalg.cholesky(_evened(weights, EVEN_OF_KEYS)) if are_keys else np.eye(len(weights))
-                y = (self.held - self._totals / self.tokens)[:, here] @ made
+                root = np.linalg.cholesky(_evened(weights, EVEN_OF_KEYS)) if are_keys else np.eye(len(weights))
+                y = (self.held - self._totals / self.tokens)[:, here] @ root
                 step = SHARES[kind] * float(np.sqrt(np.square(y).mean()))
-            root[here, here] = made / (step or 1.0)
-        return root
+            made.append((here, root / (step or 1.0)))
+        return made
 
     def code(self, metrics: Mapping[int, Sequence[Doubles]]) -> None:
         """Make the group without a step. metrics: by layer, see `ProfileBuilder.weigh`."""
         mean = self._sums / self.tokens
         covariance = self._products / self.tokens - np.outer(mean, mean)
-        root = self._root(metrics, covariance)
-        covariance = root.T @ covariance @ root
+        roots = self._roots(metrics, covariance)
+        for here, root in roots:
+            covariance[here] = root.T @ covariance[here]
+        for here, root in roots:
+            covariance[:, here] = covariance[:, here] @ root
         directions = np.linalg.eigh(covariance.astype(np.float32))[1][:, ::-1].T.astype(np.float64)
-        inverse = directions @ np.linalg.inv(root)
+        inverse = np.concatenate([directions[:, here] @ np.linalg.inv(root) for here, root in roots], 1)
         scale = np.maximum(np.linalg.norm(inverse, axis=0), 1e-30)
         mean = (self.center + mean).astype(np.float32)
-        self.y = ((self.held - mean) @ root).astype(np.float32) @ directions.T.astype(np.float32)
+        rows = self.held - mean
+        rows = np.concatenate([rows[:, here] @ root.astype(np.float32) for here, root in roots], 1)
+        self.y = rows @ directions.T.astype(np.float32)
         self.group = Group(
             *(self.place, self.head_dim, mean, scale.astype(np.float32), (inverse / scale).astype(np.float16)),
             *(np.zeros(len(mean), np.uint8), self.center, self.deviations, self._weigher()),
