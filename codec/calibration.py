@@ -183,7 +183,7 @@ class _Joint:
         return made
 
     def _roots(self, metrics: Mapping[int, Sequence[Doubles]], covariance: Doubles) -> list[tuple[slice, Doubles]]:
-        """Return a matrix for the rows' numbers of each layer and kind, with their place in the row.
+        """Return a matrix for the rows' numbers of each layer and kind, with their columns.
 
         Errors of numbers @ matrix cost the same in all directions, layers, keys and values.
         """

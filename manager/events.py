@@ -193,7 +193,7 @@ class Judged(Event, frozen=True):
     verdict: Verdict  # of the worst rank
     choice: int  # index in `Guard`'s choices of the codec used from now on
     codec: str  # name of this codec
-    is_new: bool  # true if the last decision was for another codec, or if this is the first decision
+    is_new: bool  # true if the last decision was for another codec, and for the first decision with these codecs
 
     @property
     def is_slow(self) -> bool:

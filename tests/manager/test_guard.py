@@ -32,6 +32,7 @@ class World:
         self.manager = self.talks.manager
         self.codecs: list[str | None] = []
         self.slow: list[bool] = []
+        self.news: list[bool] = []
         self.manager.events.subscribe(self._happened)
         choices = [Choice(SHAPE, 10_099), Choice(FINER, 9_999), Choice(WHOLE, 8_888)]
         self.guard = Guard(self.manager, choices, ranks)
@@ -41,6 +42,7 @@ class World:
             case Judged():
                 self.codecs.append(event.codec)
                 self.slow.append(event.is_slow)
+                self.news.append(event.is_new)
             case Unjudged():
                 self.codecs.append(None)
 
@@ -145,6 +147,7 @@ def test_a_codec_that_is_offered_is_used_when_it_is_faithful_and_no_sooner() -> 
     assert world.manager.shape is SHAPE
     measured = [fidelity("offered", 9.0), *verdict(0.5).measured]
     assert world.used(Verdict(0, measured)) is SHAPE
+    assert world.news == [True, True], "its refusal is told"
     measured[0] = fidelity("offered", 0.9)
     assert world.used(Verdict(0, measured)) is SHAPE, "there is no room to spare"
     measured[0] = fidelity("offered", 0.5)

@@ -85,6 +85,7 @@ def engine(path: Path, start_engine: Callable[..., Iterator[Engine]]) -> Iterato
     for engine in start_engine(blocks=131, idle=0.1, tiers={"max_bytes": "64MiB"}):
         engine.on_worker(hasten)
         yield engine
+    assert not [file for file in path.parent.glob("*") if file.suffix != ".safetensors"], "a refused profile stays"
 
 
 @pytest.mark.slow
@@ -124,7 +125,10 @@ def test_new_blocks_use_the_profile_old_ones_return_and_the_next_start_has_it(
 
 def test_a_profile_that_the_guard_refuses_leaves_the_codec(path: Path, engine: Engine) -> None:
     engine.on_worker(doubt)
-    seed = talk_until(engine, 0, path.parent.exists)
+    path.parent.mkdir(parents=True)
+    left = path.with_suffix(f".{2**22 + 1}")
+    left.write_text("by a process that is gone: no process has that number")
+    seed = talk_until(engine, 0, lambda: not left.exists())
     talk_until(engine, seed, lambda: engine.metric("manthan_codec_fallback") == 1)
     engine.reset(cold=False)
     assert engine.on_worker(seen)[2] == ["wht-4x", "wht-5x"]

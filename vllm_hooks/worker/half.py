@@ -136,6 +136,7 @@ class WorkerHalf:
         """Measures codecs; None if `codec.guard` is off."""
         self.calibrator: Calibrator | None = None
         self._candidate: Candidate | None = None
+        self._made: Path | None = None  # a profile made from traffic, until the guard's choice gives it another name
         self._server: PeerServer | None = None
         """Serves stored blocks to higher ranks with the same shard; None if there are none, or a lower rank serves."""
 
@@ -154,6 +155,8 @@ class WorkerHalf:
         for part in (self.guard, self.engine, self.calibrator):
             if part is not None:
                 part.shutdown()
+        if self._made is not None:
+            self._made.unlink(missing_ok=True)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         if hidden := [group.index for group in self.groups.stored if not self._is_found(group, kv_caches)]:
@@ -189,7 +192,11 @@ class WorkerHalf:
 
         cache: the main group's. namespace: see `fingerprint`. Raises UnsupportedError without enough GPU memory.
         """
-        group, path = self.groups.main, Path(settings(self._vllm_config)[CALIBRATES]).with_suffix(f".{os.getpid()}")
+        group, kept = self.groups.main, Path(settings(self._vllm_config)[CALIBRATES])
+        self._made = path = kept.with_suffix(f".{os.getpid()}")
+        for old in kept.parent.glob(f"{kept.stem}.*"):  # of servers that were killed before their guard had decided
+            if old.suffix[1:].isdecimal() and not _is_running(int(old.suffix[1:])):
+                old.unlink(missing_ok=True)
         profile.save(path)
         form = self._format(CALIBRATED, group, ModelFacts(cache.rope, profile), namespace)
         codec = self._config.codec.model_copy(update={"name": CALIBRATED})
@@ -333,6 +340,16 @@ class WorkerHalf:
         blocks = {index: CpuBlocks(each.memory, *each.forms, exacts=each.exacts) for index, each in groups.items()}
         threads = 1 if device.type == "cpu" else CPU_ENCODE_THREADS
         return CpuEngine(blocks, store, threads, device, fails_whole, keeps)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCodec:
