@@ -79,10 +79,10 @@ class Event(NamedTuple):
     seconds: float
 
 
-def schedule(seed: int, seconds: float, rounds: int, kills: int) -> list[Event]:
+def schedule(seed: int, seconds: float, rounds: int, kills: int, part: tuple[int, int] = (1, 1)) -> list[Event]:
     """Return every fault, a sleep and a reset once a round, in the round's own order, and kills far from each other.
 
-    Servers take turns.
+    Servers take turns. part: (1, 2) for the first half of them, with all seconds.
     """
     chance = random.Random(seed)
     what: list[tuple[Fault | Order, int]] = []
@@ -93,6 +93,8 @@ def schedule(seed: int, seconds: float, rounds: int, kills: int) -> list[Event]:
     for number, place in reversed(list(enumerate(places))):
         what.insert(place, (Order.kill, number % 2))
         what.insert(max(0, place - AHEAD), (Order.reset_all, number % 2))
+    begin, end = (number * len(what) // part[1] for number in (part[0] - 1, part[0]))
+    what = what[begin:end]
     each_s = seconds / len(what)
     events = []
     for one, server in what:

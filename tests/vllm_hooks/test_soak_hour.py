@@ -84,6 +84,9 @@ def test_redis_does_not_answer_during_its_fault_and_answers_on_the_same_port_aft
 def test_each_round_has_every_fault() -> None:
     events = schedule(0, 3600.0, 2, 1)
     assert {fault: [event.what for event in events].count(fault) for fault in Fault} == dict.fromkeys(Fault, 2)
+    parts = [schedule(0, 3600.0, 2, 1, (part, 3)) for part in (1, 2, 3)]
+    assert [event[:2] for part in parts for event in part] == [event[:2] for event in events]
+    assert all(sum(event.seconds for event in part) == pytest.approx(3600) for part in parts)
 
 
 # -- two minutes on real servers ----------------------------------------------------------------------
