@@ -2,9 +2,10 @@
 
 A profile has a model's statistics that a calibrated codec (`klt-…`) needs: see `manthan.codec.profile`. With
 `--profile made-up`, benchmarks make a profile for vLLM's dummy weights, so that blocks compress like real ones. As a
-script, write a model of Qwen3-8B's shape with random weights (16 GB) and, next to its folder, its calibrated profile:
+script, write a model of Qwen3-8B's shape with random weights (16 GB) and, next to its folder, its calibrated profile.
+The weights give keys and values whose blocks compress like real ones:
 
-    python benchmarks/made_up.py FOLDER
+    python benchmarks/made_up.py FOLDER [--no-profile]
     python benchmarks/restore.py --model FOLDER --weights --codecs klt-8x --profile FOLDER-profile.safetensors
 """
 
@@ -153,22 +154,38 @@ PIECES, PIECE = 12, 2048
 
 
 def write_weights(folder: Path, device: str) -> None:
-    """Write Transformers' random initial weights into the folder of the model's config.json, in bf16."""
+    """Write random weights into the folder of the model's config.json, in bf16.
+
+    They are Transformers' initial ones, but for embeddings, which are as large as normalized ones, and for keys' and
+    values' projections: the variances of a layer's keys fall like those of a model's, and so do those of its values.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        model.get_input_embeddings().weight.data.normal_()
+        for name, of in model.named_parameters():
+            if name.endswith(("k_proj.weight", "v_proj.weight")):
+                scale = torch.from_numpy(_deviations(len(of))).float().to(device)
+                scale *= 0.02 / scale.square().mean().sqrt()
+                turned, _ = torch.linalg.qr(torch.randn(len(of), len(of)))
+                of.data.copy_((turned * scale) @ torch.randn(of.shape))
     model.save_pretrained(folder)
 
 
-def main(folder: Annotated[Path, typer.Argument(help="Folder for the model.")]) -> None:
+def main(
+    folder: Annotated[Path, typer.Argument(help="Folder for the model.")],
+    has_profile: Annotated[bool, typer.Option("--profile/--no-profile", help="Make its profile, too.")] = True,
+) -> None:
     """Make a model of Qwen3-8B's shape, and the model's profile."""
     from manthan.manager.calibration.model import ModelReader
 
     began = time.monotonic()
     write_weights(write_model(folder), "cuda" if torch.cuda.is_available() else "cpu")
     typer.echo(f"{folder} is written, {time.monotonic() - began:.0f} s")
+    if not has_profile:
+        return
     began, reader = time.monotonic(), ModelReader(str(folder))
     builder = ProfileBuilder(reader.info("none", ""))
     pieces = [random_tokens(1, index, PIECE, PUBLIC[DEFAULT].config["vocab_size"]) for index in range(PIECES)]

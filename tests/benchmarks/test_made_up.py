@@ -1,9 +1,12 @@
 """The made-up profile: blocks of what vLLM's made-up weights compute are as small as their codec's name says."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
+from torch import linalg
 
 from manthan.benchmarks import made_up
 from manthan.benchmarks.shapes import PUBLIC, write_model
@@ -33,3 +36,18 @@ def test_blocks_have_their_codecs_sizes(numbers: str, tmp_path: Path) -> None:
     block = form.encode(*bf16, key=b"k", first_token=0, exact=0)
     for end, ratio in zip(part_ends(block), RATIOS, strict=True):
         assert ratio <= 2 * 2 * heads * tokens * dim / end <= 1.15 * ratio
+
+
+def test_written_weights_give_keys_and_values_of_falling_variances(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "qwen3-8b", layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    small = {"hidden_size": 256, "intermediate_size": 64, "vocab_size": 500, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps(config | small | {"num_attention_heads": 2}))
+    made_up.write_weights(folder, "cpu")
+    weights = load_file(folder / "model.safetensors")
+    for part, least in (("k_proj", 100), ("v_proj", 100), ("q_proj", 1)):
+        of = weights[f"model.layers.0.self_attn.{part}.weight"].float()
+        values = linalg.svdvals(of)
+        assert of.std() == pytest.approx(0.02, rel=0.05)
+        assert values[0] / values[200] > least * 2, part
+    assert values[0] / values[200] < 10, "queries are even"
