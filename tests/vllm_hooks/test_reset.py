@@ -182,6 +182,19 @@ def sleep_deeply(loop: Loop) -> None:
     loop.llm.wake_up()
 
 
+def calibrate(worker: Any) -> None:
+    """Make the worker take prompts for a profile, whatever was before."""
+    from manthan.vllm_hooks.worker.half import running_half
+
+    running_half().calibrator._is_done = False
+
+
+def takes_no_more(worker: Any) -> bool:
+    from manthan.vllm_hooks.worker.half import running_half
+
+    return bool(running_half().calibrator._is_done)
+
+
 @pytest.mark.parametrize(
     ("change", "is_reset"), [(reload, True), (load, False), (update, True), (update, False), (sleep_deeply, False)]
 )
@@ -191,10 +204,13 @@ def test_nothing_is_served_once_weights_were_loaded(loop: Loop, change: Callable
     assert loop.llm.reset_prefix_cache()
     loop.ask(0)  # these weights are known now
     assert loop.states()["cold"]
+    loop.on_worker(calibrate)
     change(loop)
     if is_reset:
         assert loop.llm.reset_prefix_cache()
     assert loop.ask(asked)[0] == 0
+    has_loaded = change is not sleep_deeply  # behind which there is nothing to serve until weights are loaded
+    assert loop.on_worker(takes_no_more) == has_loaded, "a profile of both would have the name of one"
 
 
 def test_a_session_that_goes_cold_as_weights_change_is_not_served(loop: Loop) -> None:
@@ -220,9 +236,11 @@ def test_sessions_come_back_with_the_same_weights(loop: Loop) -> None:
 
 
 def test_nothing_comes_back_if_all_is_to_be_dropped(loop: Loop) -> None:
+    loop.on_worker(calibrate)
     asked = loop.ask_new()
     assert loop.llm.reset_prefix_cache(reset_connector=True)
     assert loop.ask(asked)[0] == 0
+    assert not loop.on_worker(takes_no_more), "the weights are the same"
     assert not loop.states()["cold"]
 
 
