@@ -24,7 +24,22 @@ find_python() {
 
 # Warnings are left out (a local index that does not exist is none of the reader's business), errors are not.
 # One retry: where an extra index cannot be reached, pip goes on with the others.
-pip_install() { "$python" -m pip install -qq --disable-pip-version-check --retries 1 "$@"; }
+pip_install() {
+    local status=0 teller
+    tell_progress & teller=$!
+    "$python" -m pip install -qq --disable-pip-version-check --retries 1 "$@" || status=$?
+    kill "$teller"
+    wait "$teller" 2>/dev/null || true
+    return "$status"
+}
+
+tell_progress() {
+    local began=$SECONDS
+    while sleep 20 >/dev/null 2>&1; do
+        printf '   %d s, %s has %s\n' $((SECONDS - began)) "$venv" "$(du -sh "$venv" | cut -f1)"
+    done
+}
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 if [ ! -x "$python" ]; then
     found=$(find_python)

@@ -80,7 +80,7 @@ def add_api(app: FastAPI) -> bool:
     app.include_router(make_router(args))
     app.include_router(page_router())
     if address := address_of(args):
-        logger.info("Manthan: the live page is at %s%s/", address, PREFIX)
+        logger.info("Manthan: once the server has started, the live page is at %s%s/", address, PREFIX)
     return whole.codec.guard
 
 
