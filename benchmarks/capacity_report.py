@@ -126,7 +126,8 @@ def make_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
     table.add_column("pool + store", justify="right")
     for header in ("came", "kept", "× plain", "MiB\na session", "first token, kept\np50 / p95 / p99, ms"):
         table.add_column(header, justify="right")
-    for header in ("recomputed\np50, ms", "right\nanswers", "diverges\nat most, nats"):
+    diverges = not all(math.isnan(one.divergence) for one in found)
+    for header in ("recomputed\np50, ms", "right\nanswers", *["diverges\nat most, nats"] * diverges):
         table.add_column(header, justify="right")
     ratio = gains(found)
     for one in found:
@@ -142,7 +143,7 @@ def make_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
             " / ".join(_number(quantile(one.kept_ms, share), 0) for share in QUANTILES),
             _number(quantile(one.recomputed_ms, 0.5), 0),
             f"{one.right} of {one.asked}" if one.asked else "",
-            _number(one.divergence, 4),
+            *[_number(one.divergence, 4)] * diverges,
         )
     return table
 

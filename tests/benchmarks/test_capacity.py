@@ -1,6 +1,7 @@
 """`manthan bench capacity` on real servers, at a small size: figures, files, plots, mistakes."""
 
 import sys
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,7 @@ from rich.console import Console
 from manthan.benchmarks import settle
 from manthan.benchmarks.arms import make_console, read_report, run_jobs
 from manthan.benchmarks.capacity_arms import make_arm, read_budgets, read_codecs, split
-from manthan.benchmarks.capacity_report import found_in, gains
+from manthan.benchmarks.capacity_report import Found, found_in, gains, make_table
 from manthan.benchmarks.capacity_run import divergence, duration, where_held
 from manthan.benchmarks.endpoint import ServerError
 from manthan.benchmarks.served import Served
@@ -162,6 +163,13 @@ def test_restored_blocks_diverge_by_their_sessions_level() -> None:
     assert divergence([coarse, fine], {"fine"}) == LEVELS[2].divergence
     assert divergence([coarse | {"hot_blocks": 16}, fine], {"coarse", "fine"}) == LEVELS[2].divergence
     assert divergence([listed("of one rate", hot=0, cold=16)], {"of one rate"}) is None
+
+
+def test_the_table_says_how_much_blocks_diverge_where_that_is_known() -> None:
+    one = Found("host", 1 << 30, (1 << 29, 1 << 29), 4, 4, 1e6, [1.0], [], 4, 4, 0)
+    for found, is_there in (([one], False), ([one, replace(one, divergence=0.1)], True)):
+        table = make_table({"tokens": 2000, "model": "one"}, found)
+        assert any("diverges" in str(column.header) for column in table.columns) == is_there
 
 
 def test_a_profile_comes_with_its_codecs(served: Served, tmp_path: Path) -> None:
