@@ -13,9 +13,11 @@ import vllm.v1.engine.core
 import vllm.v1.executor.multiproc_executor as executor
 import vllm.v1.worker.cpu_worker  # noqa: F401
 from state_copies import copy_states_on_the_cpu
+from vllm.platforms import current_platform
 
 import manthan.codec.cpu
 import manthan.vllm_hooks.connector  # noqa: F401
+from manthan.codec.cpu.numbers import kernels
 from manthan.codec.tables.frequencies import family
 
 
@@ -25,6 +27,11 @@ def forking() -> BaseContext:
 
 executor.get_mp_context = forking
 copy_states_on_the_cpu()
+current_platform.register_triton_kernel_overrides()  # half a second for each engine, and no longer with numba
+type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)  # type: ignore[method-assign]
 family()  # the tables of wht-5x
+kernels()  # which imports numba
 gc.freeze()  # an engine collects garbage eight times as it starts
 atexit.register(gc.unfreeze)  # Triton complains of what is left
+unfreeze = gc.unfreeze
+gc.unfreeze = lambda: None  # an engine that ends would look through all of it, for nothing
