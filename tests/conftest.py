@@ -54,8 +54,11 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files that take long first, and those with engines before others, so that none of them is left at the end."""
-    items.sort(key=lambda item: (item.path.parent.name in PURE, item.path.name not in LONG))
+    """Put first what takes long or has to be in one process, and files with engines before others, so that none of them
+    is left at the end."""
+    items.sort(
+        key=lambda item: (item.path.parent.name in PURE, item.path.name not in LONG and not shared_by(item.path))
+    )
 
 
 @cache

@@ -7,7 +7,9 @@ import atexit
 import gc
 import multiprocessing
 from multiprocessing.context import BaseContext
+from typing import Any
 
+import vllm.distributed.device_communicators.shm_broadcast as shm_broadcast
 import vllm.entrypoints.llm
 import vllm.v1.engine.core
 import vllm.v1.executor.multiproc_executor as executor
@@ -25,7 +27,23 @@ def forking() -> BaseContext:
     return multiprocessing.get_context("fork")
 
 
+class Patient(shm_broadcast.SpinCondition):
+    """What waits for a message that another process writes: once it has begun, it spins for a moment only.
+
+    vLLM's spins for a second after each, and takes the cores that other tests compute on.
+    """
+
+    SPINS_S = 0.001
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        if self.is_reader:
+            self.last_read += self.busy_loop_s - self.SPINS_S
+            self.busy_loop_s = self.SPINS_S
+
+
 executor.get_mp_context = forking
+shm_broadcast.SpinCondition = Patient  # type: ignore[misc]
 copy_states_on_the_cpu()
 current_platform.register_triton_kernel_overrides()  # half a second for each engine, and no longer with numba
 type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)  # type: ignore[method-assign]
