@@ -33,7 +33,8 @@ class Patient(shm_broadcast.SpinCondition):
     vLLM's spins for a second after each, and takes the cores that other tests compute on.
     """
 
-    SPINS_S = 0.001
+    SPINS_S = 0.1
+    """Longer than a step of the model: the socket that wakes it now and then loses one of two messages in a row."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
