@@ -14,9 +14,12 @@ from typing import Any
 import examples
 import pytest
 import repo_benchmarks  # noqa: F401 it makes them importable
-from warm_server import warm_server
+from filelock import FileLock
+from typer.testing import CliRunner
+from warm_server import LOOKS, warm_server
 
 from manthan.benchmarks.server import VllmServer
+from manthan.manager.cli import app
 
 MODEL = str(Path(__file__).parent / "data" / "tiny-llama")
 PURE = ("codec", "manager", "policies")
@@ -51,8 +54,11 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files that take long first, and those with engines before others, so that none of them is left at the end."""
-    items.sort(key=lambda item: (item.path.parent.name in PURE, item.path.name not in LONG))
+    """Put first what takes long or has to be in one process, and files with engines before others, so that none of them
+    is left at the end."""
+    items.sort(
+        key=lambda item: (item.path.parent.name in PURE, item.path.name not in LONG and not shared_by(item.path))
+    )
 
 
 @cache
@@ -73,6 +79,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return shared_by(config.rootpath / file) or file
 
     return Scheduling(config, log)
+
+
+@pytest.fixture(scope="session")
+def tiny_profile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the tiny model, as `manthan calibrate` makes it, once for all processes."""
+    folder = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):  # each of them has a folder of its own in a common one
+        folder = folder.parent
+    path = folder / "tiny.safetensors"
+    with FileLock(folder / "tiny.lock"):
+        if not path.exists():
+            done = CliRunner().invoke(app, ["calibrate", MODEL, "--tokens", "4096", "--out", str(path)])
+            assert done.exit_code == 0, done.output
+    return path
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +120,7 @@ def served(folder: Path, configuration: str, *more: str) -> Iterator[VllmServer]
     flags = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]
     flags += ["--manthan-config", str(folder / "manthan.yaml"), "--manthan-cold-bytes", "64MiB", *more]
     flags += ["--enable-prompt-tokens-details"]
-    with warm_server(MODEL, flags, folder / "log", {"VLLM_SERVER_DEV_MODE": "1"}) as server:
+    with warm_server(MODEL, flags, folder / "log", {"VLLM_SERVER_DEV_MODE": "1", LOOKS: "0.3"}) as server:
         server.wait_until_ready(START_S)
         yield server
         server.kill()

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,9 @@ def logged() -> Iterator[str]:
                     yield PLACEHOLDER.sub("…", node.value)
 
 
-TEXTS = set(logged())
+@cache
+def texts() -> set[str]:
+    return set(logged())
 
 
 def test_all_keys_under_redis_are_named_and_no_others() -> None:
@@ -68,7 +71,7 @@ def causes() -> set[str]:
 
 def test_causes_and_outcomes_are_those_of_the_code() -> None:
     assert causes() == set(FAILURE_CAUSES)
-    assert causes() | {"found", "nothing", "unanswered"} | set(re.findall(r'outcome="(\w+)"', REDIS)) <= TEXTS
+    assert causes() | {"found", "nothing", "unanswered"} | set(re.findall(r'outcome="(\w+)"', REDIS)) <= texts()
     assert set(re.findall(r'cause="(\w+)"', TROUBLE)) <= set(DropCause)
 
 
@@ -139,7 +142,6 @@ def test_tests_and_files_that_are_named_exist(path: Path) -> None:
 # -- quotes of the log ----------------------------------------------------------------------
 
 QUOTING = ("troubleshooting.md", "deployment.md", "disk.md")
-LOGGED = "\n".join(TEXTS)
 QUOTED = [
     line
     for name in QUOTING
@@ -154,7 +156,8 @@ def test_what_is_quoted_from_the_log_is_in_the_code(line: str) -> None:
     pieces = [piece.strip(" .;") for piece in line.removeprefix("Manthan cannot be used here: ").split("…")]
     pieces = [piece for piece in pieces if len(piece) > 3]
     assert pieces
-    assert [piece for piece in pieces if piece not in LOGGED] == []
+    whole = "\n".join(texts())
+    assert [piece for piece in pieces if piece not in whole] == []
 
 
 def test_nobody_has_to_read_too_much() -> None:

@@ -385,7 +385,7 @@ def test_agents_on_a_real_server_find_what_outgrows_the_pool(tmp_path: Path) -> 
     """A run of one arm, as small as it can be."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capacity_arms, "VllmServer", warm_server)
-        size = ("--agents", "10", "--seconds", 12, "--ramp", 4, "--faster", 40, "--idle-after", 0.2)
+        size = ("--agents", "10", "--seconds", 6, "--ramp", 2, "--faster", 80, "--idle-after", 0.2)
         found = report(tmp_path, "agents", "made-up", "--arms", "host", *size)
     (point,) = points_of(found)
     assert point.errors == 0

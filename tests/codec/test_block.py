@@ -280,8 +280,16 @@ def test_latents_that_cannot_be_coded_are_refused():
         BlockFormat("klt-8x", LATENTS, PRINT)
 
 
-@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT8_E4M3])
-@pytest.mark.parametrize("shape", [LATENTS, SPARSE], ids=["alone", "opaque bytes"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        pytest.param(LATENTS, Dtype.BFLOAT16, marks=pytest.mark.slow),
+        (LATENTS, Dtype.FLOAT8_E4M3),
+        (SPARSE, Dtype.BFLOAT16),
+        pytest.param(SPARSE, Dtype.FLOAT8_E4M3, marks=pytest.mark.slow),
+    ],
+    ids=["alone", "alone, fp8", "opaque bytes", "opaque bytes, fp8"],
+)
 def test_a_profile_makes_latents_smaller_and_no_worse(shape, dtype):
     """Their differences lie in few directions. RoPE's part, the first tokens and the opaque bytes are as they were."""
     shape, facts = replace(shape, dtype=dtype), ModelFacts(profile=profiles.built_of_latents())

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 from kv import error, places_from
-from typer.testing import CliRunner
 
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.model import ModelFacts
@@ -13,7 +12,6 @@ from manthan.codec.profile import LEVELS as CALIBRATED
 from manthan.codec.profile import Profile
 from manthan.codec.rope import Rope
 from manthan.codec.wht import PRESETS
-from manthan.manager.cli import app
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -76,12 +74,8 @@ class Predictions:
 
 
 @pytest.fixture(scope="module")
-def profile(tmp_path_factory):
-    """Profile of the test model, as `manthan calibrate` makes it."""
-    path = tmp_path_factory.mktemp("profile") / "tiny.safetensors"
-    done = CliRunner().invoke(app, ["calibrate", MODEL, "--tokens", "4096", "--out", str(path)])
-    assert done.exit_code == 0, done.output
-    return Profile.load(path)
+def profile(tiny_profile):
+    return Profile.load(tiny_profile)
 
 
 @pytest.mark.parametrize(("pieces", "cycles"), [(2, 10), pytest.param(9, 32, marks=pytest.mark.slow)])

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import warm_vllm
 from scripts import answer
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-from vllm.platforms import current_platform
 from vllm_engine import MODEL
 
 from manthan.vllm_hooks import kv_transfer_config
@@ -113,10 +113,9 @@ class Engine:
         assert self.llm.reset_prefix_cache(reset_connector=True)
 
     def close(self) -> None:
+        warm_vllm.unfreeze()  # another one follows
         self.llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
-        # vLLM's CPU build can do this once in a process.
-        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)  # type: ignore[method-assign]
 
     def errors(self) -> int:
         """How many exceptions were counted since the last call."""
@@ -181,16 +180,17 @@ def try_case(engine: Engine, prompt: list[int], on_worker: bool, name: str, stat
 
 def main(job: Any) -> Any:
     (stride, *wanted), report = job, dict[str, Any]()
-    engine = Engine()
+    engine: Engine | None = None
     calls = [*((True, name) for name in WORKER), *((False, name) for name in (*OTHERS, *SCHEDULER))]
     for n, (on_worker, name) in list(enumerate(calls))[::stride]:
         prompt = HELD[n * 800 : n * 800 + 500]
         states = STATES if not name.startswith("take_") or not on_worker else STATES[:3]
         for state in [state for state in states if state in wanted]:
+            engine = engine or Engine()
             report[f"{name} {state}"] = try_case(engine, prompt, on_worker, name, state)
             if engine.connector._is_broken:
                 engine.close()
-                engine = Engine()
+                engine = None
     return report
 
 

@@ -24,8 +24,8 @@ TOLERANCE = 0.05
 ALL = 100_000
 """More first tokens than any session has."""
 PATIENCE_S = 60
-SHORT, LONG = 40, 60
-"""Tokens of the prompts and answers of requests that run meanwhile. Their sessions are too small to be saved."""
+SHORT, LONG = 40, 32
+"""Tokens of the prompts and answers of requests that run meanwhile."""
 
 Asked = dict[str, list[int]]
 """Prompts by the names of their sessions."""

@@ -134,7 +134,7 @@ class Waiting(SteppedEngine):
     def preempted(self) -> dict[str, Any]:
         """Two requests grow beyond the pool, and a short one comes when one of them has lost its blocks."""
         for at in range(2):
-            self.add(f"long-{at}", prompt(60 + at, 1440), 0.1 * at, max_tokens=200)
+            self.add(f"long-{at}", prompt(60 + at, 1500), 0.1 * at, max_tokens=100)
         while not any(one.num_preemptions for one in self.scheduler.waiting):
             self.step()
         self.add("short", prompt(62, 100), -5.0)

@@ -1,6 +1,7 @@
 """Sources of a release of vLLM, read without running them: what modules define, and what classes have."""
 
 import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -12,14 +13,17 @@ from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "codec", "manager", "policies", "tests", "vllm_hooks")
+IMPORTS = re.compile(r"^\s*(?:from|import)\s.*\bvllm\b", re.MULTILINE)
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_31_x86_64", "manylinux2014_x86_64")
 
 
+@cache
 def names_used() -> list[tuple[str, str]]:
     """Return each module of vLLM that Manthan's sources and tests import, and each name from it; "" for none."""
     found = set()
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if IMPORTS.search(text) else ():
             if isinstance(node, ast.ImportFrom) and not node.level:
                 found |= {(node.module or "", alias.name) for alias in node.names}
             elif isinstance(node, ast.Import):

@@ -18,6 +18,8 @@ from manthan.benchmarks.server import VllmServer
 
 LOOKUP_WAIT = "TEST_LOOKUP_WAIT_S"
 """Environment variable: the seconds that a request waits for Redis, where a test must not depend on the machine."""
+LOOKS = "TEST_LOOKS_S"
+"""Environment variable: the seconds between two looks at what has changed, for a page that shows it."""
 RECHECKS = "TEST_RECHECKS"
 """Environment variable: if set, each restore is rechecked, after so many seconds without a request."""
 
@@ -71,9 +73,11 @@ def _serve(command: Sequence[str], env: Mapping[str, str], log: str) -> None:
 
     from manthan.manager.session import persist
     from manthan.vllm_hooks import rechecks
+    from manthan.vllm_hooks.http import api
 
     utils.get_mp_context = warm_vllm.forking
     persist.WAIT_S = float(os.environ.get(LOOKUP_WAIT, persist.WAIT_S))
+    api.EVERY_S = float(os.environ.get(LOOKS, api.EVERY_S))
     if quiet_s := os.environ.get(RECHECKS):
         rechecks.EVERY, rechecks.QUIET_S, rechecks.ASK_S = 1, float(quiet_s), 0.2
     sys.argv = list(command)

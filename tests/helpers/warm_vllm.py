@@ -7,15 +7,19 @@ import atexit
 import gc
 import multiprocessing
 from multiprocessing.context import BaseContext
+from typing import Any
 
+import vllm.distributed.device_communicators.shm_broadcast as shm_broadcast
 import vllm.entrypoints.llm
 import vllm.v1.engine.core
 import vllm.v1.executor.multiproc_executor as executor
 import vllm.v1.worker.cpu_worker  # noqa: F401
 from state_copies import copy_states_on_the_cpu
+from vllm.platforms import current_platform
 
 import manthan.codec.cpu
 import manthan.vllm_hooks.connector  # noqa: F401
+from manthan.codec.cpu.numbers import kernels
 from manthan.codec.tables.frequencies import family
 
 
@@ -23,8 +27,30 @@ def forking() -> BaseContext:
     return multiprocessing.get_context("fork")
 
 
+class Patient(shm_broadcast.SpinCondition):
+    """What waits for a message that another process writes: once it has begun, it spins for a moment only.
+
+    vLLM's spins for a second after each, and takes the cores that other tests compute on.
+    """
+
+    SPINS_S = 0.1
+    """Longer than a step of the model: the socket that wakes it now and then loses one of two messages in a row."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        if self.is_reader:
+            self.last_read += self.busy_loop_s - self.SPINS_S
+            self.busy_loop_s = self.SPINS_S
+
+
 executor.get_mp_context = forking
+shm_broadcast.SpinCondition = Patient  # type: ignore[misc]
 copy_states_on_the_cpu()
+current_platform.register_triton_kernel_overrides()  # half a second for each engine, and no longer with numba
+type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)  # type: ignore[method-assign]
 family()  # the tables of wht-5x
+kernels()  # which imports numba
 gc.freeze()  # an engine collects garbage eight times as it starts
 atexit.register(gc.unfreeze)  # Triton complains of what is left
+unfreeze = gc.unfreeze
+gc.unfreeze = lambda: None  # an engine that ends would look through all of it, for nothing

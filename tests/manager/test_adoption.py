@@ -216,9 +216,12 @@ def letters(rng: Random, most: int) -> str:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"shape": POINTED, "others": OTHERS, "capacity": 24},
-        {"shape": MemoryShape(POINTED.groups, stores_main=False), "others": OTHERS, "capacity": 24},
+        pytest.param(
+            {"shape": MemoryShape(POINTED.groups, stores_main=False), "others": OTHERS, "capacity": 24},
+            marks=pytest.mark.slow,
+        ),
         {"ranks": 2, "sink_tokens": 20, "capacity": 20},
     ],
     ids=["plain", "points", "points only", "exact tokens on two ranks"],

@@ -113,17 +113,24 @@ class Server:
             self.lock.close()
 
 
-@pytest.fixture
-def used(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that a killed server has left: SQLite's other files are there, too."""
-    server = Server(tmp_path)
+    folder, left = (tmp_path_factory.mktemp(name) for name in ("server", "left"))
+    server = Server(folder)
     assert server.use() == len(HASHES)
     server.journal._thread.join(0.2)
-    left = tmp_path / "left"
-    shutil.copytree(tmp_path, left, ignore=shutil.ignore_patterns("left"))
+    shutil.copytree(folder, left, dirs_exist_ok=True)
     server.close()
     assert all((left / file).exists() for file in FILES)
     return left
+
+
+@pytest.fixture
+def used(left: Path, tmp_path: Path) -> Path:
+    """A copy of it, in which things are damaged."""
+    shutil.copytree(left, tmp_path / "left")
+    return tmp_path / "left"
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

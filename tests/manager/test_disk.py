@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples import examples
 from integrity import check_store
 from kv import packed
 from some_blocks import until
@@ -357,7 +358,7 @@ def test_what_was_confirmed_survives_kills(folder: Path) -> None:
     """Writers are killed at random moments. Their budget is full, so that room is used again."""
     rng, version, confirmed = random.Random(2), 0, 0
     sure: dict[int, int] = {}  # by key, the last version that was confirmed, if nothing was begun since
-    for _ in range(40):
+    for _ in range(examples(100)):
         for what, at, number in told_until_killed(folder, version, rng.random() * 0.03):
             sure.pop(at, None)
             version = number

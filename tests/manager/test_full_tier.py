@@ -16,7 +16,7 @@ LONGEST = 13
 
 
 @pytest.mark.parametrize("policy", policy_names())
-@pytest.mark.parametrize("capacity", [3, 12, 20, 30])
+@pytest.mark.parametrize("capacity", [3, *[pytest.param(blocks, marks=pytest.mark.slow) for blocks in (12, 20)], 30])
 def test_about_as_much_is_stored_as_is_taken(policy: str, capacity: int) -> None:
     """A block that makes room for others is given up. Otherwise they would make room for it when its turn comes."""
     rng = random.Random(0)

@@ -6,6 +6,7 @@
 import ast
 import subprocess
 import sys
+from typing import Any
 
 import fuzz
 import pytest
@@ -26,9 +27,15 @@ CAME: dict[str, tuple[str, ...]] = {
 LONGER = {"Two": 3, "RefinedPoints": 3, "Alone": 3}
 """Of some configurations, so many times more steps, until those have come to pass."""
 OF_ALL = ("loaded", "load failed", "encoded exact", "encoded derived")
+FAST = ("Sessions", "Points", "Refined", "Everything")
+"""`make test` tries these: whatever a setup can have, one of them has."""
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+def configurations() -> list[Any]:
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGURATIONS]
+
+
+@pytest.mark.parametrize("name", configurations())
 def test_invariants_hold(name: str) -> None:
     """In a process of its own: hypothesis draws from constants of all modules that are loaded."""
     steps = str(1300 * LONGER.get(name, 1) * examples(10))

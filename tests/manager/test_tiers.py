@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from deployment import script
 from documents import REPO
+from examples import examples
 from integrity import check_store
 from key_files import write_keys
 from kv import packed
@@ -230,6 +231,8 @@ class Around(World):
 BASES = ("dict", "ram", "disk", "redis")
 AROUND = (f"{kind} {base}" for kind in ("sealed", "shards") for base in BASES)
 KINDS = (*BASES, *AROUND, "ram+disk", "ram+redis", "disk+sealed redis", "ram+disk+redis")
+FAST = (*BASES, "sealed disk", "shards redis", "disk+sealed redis", "ram+disk+redis")
+"""`make test` tries these: each of them, each way around one, and several in front of each other."""
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +240,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     yield from running(tmp_path_factory.mktemp("redis"))
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
 def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     def make(kind: str) -> World:
         first, _, rest = kind.partition("+")
@@ -462,7 +465,7 @@ def test_threads_that_put_get_and_drop_mix_nothing_up(world: World) -> None:
     def hammer(number: int) -> int:
         rng, refused = random.Random(number), 0
         start.wait()
-        for _ in range(100):
+        for _ in range(examples(200)):
             key, group = rng.choice(KEYS[:12]), rng.randrange(2)
             refused += bool(world.tier.put_all(group, {key: versions[key, rng.randrange(3)]}))
             keys = rng.sample(KEYS[:12], 3)

@@ -1,16 +1,12 @@
 """Engines that the tests of this folder share."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import worker_store
-from typer.testing import CliRunner
 from vllm import EngineArgs
 from vllm.config import set_current_vllm_config
 from vllm_engine import MODEL, Engine, Table, running
-
-from manthan.manager.cli import app
 
 
 @pytest.fixture(scope="session")
@@ -34,9 +30,9 @@ def sweeping_engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="package")
 def crowded_engine() -> Iterator[Engine]:
-    """Sessions are saved after half a second; the pool has room for five of them, the cold store for about ten."""
-    store = {"max_bytes": 190 * 25856}
-    yield from running(blocks=96, idle=0.5, tiers=store, codec={"guard": False})
+    """Sessions are saved after a fifth of a second; the pool has room for three of them, the store for about six."""
+    store = {"max_bytes": 120 * 25856}
+    yield from running(blocks=70, idle=0.2, tiers=store, codec={"guard": False})
 
 
 @pytest.fixture
@@ -49,15 +45,6 @@ def engine(sweeping_engine: Engine) -> Iterator[Engine]:
 def crowded(crowded_engine: Engine) -> Iterator[Engine]:
     crowded_engine.start_afresh()
     return crowded_engine
-
-
-@pytest.fixture(scope="session")
-def tiny_profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the tiny model, as `manthan calibrate` makes it."""
-    path = tmp_path_factory.mktemp("profile") / "tiny.safetensors"
-    done = CliRunner().invoke(app, ["calibrate", MODEL, "--tokens", "4096", "--out", str(path)])
-    assert done.exit_code == 0, done.output
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from manthan.vllm_hooks.settled import CALIBRATES
 from manthan.vllm_hooks.transfer_config import from_vllm_config, settings
 from manthan.vllm_hooks.worker.calibrator import EVERY, LEAST, Calibrator
 
-CHATS = 8
+CHATS = 4
 
 
 def doubt(worker: Any) -> None:

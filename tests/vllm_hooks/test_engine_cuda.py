@@ -131,7 +131,7 @@ def order(n: int, exact: int = 0, block_id: int | None = None, blocks: int = 1) 
     return jobs.store(names, range(first, first + blocks), TOKENS * n, TOKENS * n + exact, group=GROUP)
 
 
-@pytest.fixture(params=["device", "host", "device and host"])
+@pytest.fixture(params=[pytest.param("device", marks=pytest.mark.slow), "host", "device and host"])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
     """With room for so many blocks that are all exact, in one tier or in two."""
 

@@ -21,7 +21,7 @@ BATCHED = {"falcon-h1": 128, "nemotron-h": 128, "granite": 128}
 
 def families() -> list[Any]:
     """`make test` tries one with windows and one with states."""
-    fast = ("gpt-oss", "qwen3-next")
+    fast = ("gpt-oss", "nemotron-h")
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in group_models.FAMILIES]
 
 

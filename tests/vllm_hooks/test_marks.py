@@ -18,7 +18,7 @@ from manthan.benchmarks.server import VllmServer
 HELD = np.fromfile(Path(MODEL) / "held_tokens.u16", np.uint16).tolist()
 HEAD = HELD[: 15 * BLOCK]
 """As long as a prompt of the plain server may be, but for a question."""
-OTHERS = 10
+OTHERS = 4
 FLAGS = ["--block-size", str(BLOCK), "--enforce-eager", "--enable-prompt-tokens-details"]
 FLAGS += ["--max-model-len", "3072", "--num-gpu-blocks-override", "100"]
 

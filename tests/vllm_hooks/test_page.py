@@ -15,6 +15,7 @@ from crowd import Crowd, serving
 
 from manthan.benchmarks.server import VllmServer
 from manthan.manager.listing import SessionInfo
+from manthan.vllm_hooks.http import api
 from manthan.vllm_hooks.http.page import FILES
 
 expect: Any = pytest.importorskip("playwright.sync_api").expect
@@ -58,9 +59,9 @@ def server(steered_server: VllmServer) -> Iterator[VllmServer]:
 
 
 def release_all(server: VllmServer) -> None:
-    with httpx.Client(base_url=f"{server.url}/manthan", headers=AUTHORIZED) as api:
-        for session in api.get("sessions", params={"limit": 500}).json()["sessions"]:
-            api.post(f"sessions/{quote(session['id'], safe='')}/release").raise_for_status()
+    with httpx.Client(base_url=f"{server.url}/manthan", headers=AUTHORIZED) as client:
+        for session in client.get("sessions", params={"limit": 500}).json()["sessions"]:
+            client.post(f"sessions/{quote(session['id'], safe='')}/release").raise_for_status()
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +340,7 @@ def test_a_phone_scrolls_in_one_direction_only(server, table, tabs) -> None:
     assert fits()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_texts_stand_out(server, table, tabs, scheme: str) -> None:
     for n, state in enumerate(["idle", "cold"]):
         ask(server, table(11 + n).question(1)[0], f"read-{state}")
@@ -362,13 +363,15 @@ def test_texts_stand_out(server, table, tabs, scheme: str) -> None:
 # -- ten thousand sessions ------------------------------------------------------------------------------
 
 
-MANY = 10_000
+MANY, LOOK_S = 10_000, 0.3
+"""Sessions, and seconds between two looks at what has changed."""
 
 
 @pytest.fixture(scope="module")
 def crowd() -> Iterator[tuple[Crowd, str]]:
     sessions = Crowd(MANY)
-    with serving(sessions) as url:
+    with pytest.MonkeyPatch.context() as patch, serving(sessions) as url:
+        patch.setattr(api, "EVERY_S", LOOK_S)
         yield sessions, url
 
 
@@ -389,7 +392,7 @@ def crowded(browser, crowd) -> Iterator[Callable[..., Any]]:
         context.close()
 
 
-@pytest.mark.parametrize(("viewport", "rows"), [(WIDE, 25), (PHONE, 10)])
+@pytest.mark.parametrize(("viewport", "rows"), [(WIDE, 25), pytest.param(PHONE, 10, marks=pytest.mark.slow)])
 def test_of_many_sessions_only_those_of_the_page_are_drawn(crowded, viewport: dict[str, int], rows: int) -> None:
     tab = crowded(viewport)
     expect(tab.locator("#range")).to_have_text(f"1–{rows} of 10,000 sessions")
@@ -416,7 +419,7 @@ def test_changes_come_by_themselves_and_in_one_stream(crowded, crowd) -> None:
     tab.get_by_role("button", name="Pause").click()
     tab.wait_for_timeout(100)
     before = len(sessions.asked)
-    tab.wait_for_timeout(2500)
+    tab.wait_for_timeout(4000 * LOOK_S)
     assert len(sessions.asked) == before, "a page that is paused asks for nothing"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-SESSIONS = 8  # of 18 blocks each, where the pool has 95
+SESSIONS = 5  # of 18 blocks each, where the pool has 69
 
 
 def store_figures(worker: Any) -> tuple[int, int, int]:
@@ -58,13 +58,13 @@ def test_sessions_are_saved_before_they_are_overwritten(crowded, table) -> None:
         assert answer.text == right
         assert answer.cached_tokens >= 0.95 * (answer.full_blocks - 1) * 32
     restored, overwritten = (crowded.metric(name) - value for name, value in zip(names, before, strict=True))
-    assert restored >= (SESSIONS - 5) * 17  # for which the pool had no room
+    assert restored >= (SESSIONS - 3) * 17  # for which the pool had no room
     assert overwritten == 0
 
 
 def test_the_budget_is_never_exceeded_and_the_oldest_goes_first(crowded, table) -> None:
     blocks = encoded(crowded)
-    for seed in range(30, 30 + 18):  # 18 sessions, where pool and store together hold about 15
+    for seed in range(30, 30 + 12):  # 12 sessions, where pool and store together hold about 10
         prompt, right = table(seed).question(2)
         answer = crowded.ask(prompt, f"user-{seed}")
         assert answer.text == right
@@ -73,8 +73,8 @@ def test_the_budget_is_never_exceeded_and_the_oldest_goes_first(crowded, table) 
     peak, used, budget = crowded.on_worker(store_figures)
     assert 0.8 * budget < used <= peak <= budget
     assert crowded.metric("manthan_dropped_blocks_total", cause="budget") > 0
-    prompt, right = table(30 + 16).question(2)
-    assert crowded.ask(prompt, "user-46").cached_tokens > 0
+    prompt, right = table(30 + 10).question(2)
+    assert crowded.ask(prompt, "user-40").cached_tokens > 0
     prompt, right = table(30).question(2)
     answer = crowded.ask(prompt, "user-30")
     assert answer.text == right
@@ -113,7 +113,7 @@ def test_a_parent_that_waits_has_the_head_still_when_its_child_is_released(
     head = table(200)
     plan, task = (head.text + table(seed).text for seed in (201, 202))
     first = crowded.ask(plan, "planner")
-    for at in range(6):
+    for at in range(4):
         crowded.ask(f"{task}# {at}", "worker", **hints)
         ask_others(crowded, table, range(210 + 4 * at, 214 + 4 * at))
     crowded.ask(f"{task}# done", "worker", release=True, **hints)
@@ -132,7 +132,7 @@ def test_a_range_of_tokens_stays_while_others_take_the_rest(crowded: Any, table:
     kept = 8 * 32
     hints = {} if seconds is None else {"keep": [{"from": 32, "to": kept, "seconds": seconds}]}
     assert crowded.ask(prompt, "keeper", **hints).text == right
-    ask_others(crowded, table, range(310, 330))
+    ask_others(crowded, table, range(310, 322))
     crowded.empty_pool()
     again = crowded.ask(prompt, "keeper")
     assert (again.text, again.cached_tokens) == (right, 0 if seconds is None else kept)

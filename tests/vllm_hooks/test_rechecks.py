@@ -21,7 +21,7 @@ from manthan.vllm_hooks.rechecks import Rechecker, Rechecks, divergence
 FLAGS = ["--served-model-name", "tiny", "--block-size", "32", "--max-model-len", "2048", "--enforce-eager"]
 FLAGS += ["--num-gpu-blocks-override", "131", "--manthan-policy", "lru", "--manthan-idle-after", "0.3"]
 QUIET_S = 0.5
-IDLE_S = 4.0
+IDLE_S = 2.0
 """Seconds after which a restore would have been rechecked."""
 DECIDES = ("cache_salt", "lora_request", "mm_features")
 """Fields of a request that decide the answer, besides tokens."""
@@ -95,9 +95,9 @@ def test_no_salted_request_and_none_for_exact_kv_is_rechecked(lossy: ApiClient, 
 
 def test_users_are_answered_during_rechecks(lossy: ApiClient) -> None:
     before = count(lossy.server)
-    for seed in range(20, 24):
+    for seed in range(20, 22):
         come_back(lossy, seed)
-        for _ in range(6):
+        for _ in range(4):
             answer = lossy.complete(f"short {seed}", "Who is there?", model="tiny", max_tokens=2)
             assert answer["usage"]["completion_tokens"] == 2
             lossy.server.wait_for(lambda: lossy.get("/state")["sessions"]["active"] == 0, 60, "rest")
@@ -111,7 +111,7 @@ def test_exact_restores_are_not_rechecked_nor_any_without_the_guard(tmp_path: Pa
     for client in serve(tmp_path, "--manthan-config", str(tmp_path / "manthan.yaml")):
         for seed in range(2):
             come_back(client, seed)
-            time.sleep(IDLE_S / 2)
+            time.sleep(IDLE_S)
         assert count(client.server, "restores_total") == 2
         assert count(client.server) == 0
 

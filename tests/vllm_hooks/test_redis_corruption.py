@@ -9,6 +9,7 @@ import jobs
 import pytest
 import torch
 import xxhash
+from examples import examples
 from fake_cuda import FormatCodec
 from paged_cache import BLOCKS, block_format, cpu_blocks, gpu_like, paged, shape_of, write
 from redis_server import RedisServer, running
@@ -148,7 +149,7 @@ def test_none_of_ten_thousand_corruptions_is_accepted(
     loader, rng = Loader(redis_server, make), random.Random(11)
     untouched = loader.target()
     causes = set()
-    for _ in range(CORRUPTIONS):
+    for _ in range(examples(CORRUPTIONS)):
         which = rng.randrange(len(KEYS))
         bad = corrupted(loader.values, which, rng)
         if bad == loader.values[which]:  # a piece that was zero anyway

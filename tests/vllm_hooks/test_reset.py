@@ -94,7 +94,13 @@ def loop() -> Iterator[Loop]:
     made.llm.llm_engine.engine_core.shutdown()
 
 
-@pytest.mark.parametrize("moment", ["before the reset", "after the reset", "before a sleep", "in a sleep"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        *[pytest.param(moment, marks=pytest.mark.slow) for moment in ("before the reset", "before a sleep")],
+        *("after the reset", "in a sleep"),
+    ],
+)
 def test_nothing_of_other_weights_is_served(loop: Loop, moment: str) -> None:
     asked = loop.ask_new()
     if moment.startswith("before"):
@@ -130,7 +136,7 @@ def flipped(worker: Any, name: str) -> None:
 def test_each_tensor_in_memory_counts(loop: Loop) -> None:
     names = loop.on_worker(seen)
     assert len(names) >= 10  # the others are packed, if the CPU has the instructions
-    for name in names[:: len(names) // 10]:
+    for name in names[:: len(names) // 4]:
         asked = loop.ask_new()
         loop.on_worker(flipped, name)
         assert loop.llm.reset_prefix_cache()
@@ -311,8 +317,13 @@ def go_cold(engine: Engine, *seeds: int) -> None:
     engine.on_worker(slow_store)
 
 
-@pytest.mark.parametrize("running", [False, True])
-@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize(
+    ("running", "cold"),
+    [
+        *[pytest.param(running, not running, marks=pytest.mark.slow) for running in (False, True)],
+        *((False, False), (True, True)),
+    ],
+)
 def test_while_sessions_are_loaded(engine: Engine, traffic: Traffic, running: bool, cold: bool) -> None:
     go_cold(engine, 1, 2)
     loading = [traffic.ask(1), traffic.ask(2)]
@@ -347,7 +358,7 @@ def test_after_a_reset_that_fails_nothing_cold_is_of_other_weights(engine: Engin
 @pytest.mark.parametrize("cold", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_all_at_once(engine: Engine, traffic: Traffic, cold: bool) -> None:
     go_cold(engine, 1, 2)
-    running = traffic.ask(3, max_tokens=800)
+    running = traffic.ask(3, max_tokens=500)
     for seed in (4, 5):
         traffic.ask(seed).result(60)
     engine.wait(lambda: engine.on_worker(encodes), "an eviction")

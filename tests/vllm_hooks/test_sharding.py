@@ -209,8 +209,14 @@ def close(ranks: list[Rank]) -> None:
         rank.store.close()
 
 
-@pytest.mark.parametrize("kind", ["redis", "disk"])
-@pytest.mark.parametrize("written", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [
+        *[(written, "redis") for written in (1, 2, 4, 8)],
+        *[pytest.param(written, "disk", marks=pytest.mark.slow) for written in (1, 4, 8)],
+        (2, "disk"),
+    ],
+)
 def test_what_any_number_of_ranks_wrote_any_other_reads(
     kind: str, written: int, server: RedisServer, tmp_path: Path
 ) -> None:

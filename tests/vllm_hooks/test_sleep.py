@@ -43,7 +43,13 @@ def test_codes_of_other_weights_are_dropped(engine: Engine, moment: str) -> None
     assert asked_again_of_other_weights(engine, moment) == [0]
 
 
-@pytest.mark.parametrize("how", ["level 2", "a pause that clears the cache", "a reset meanwhile"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "level 2",
+        *[pytest.param(how, marks=pytest.mark.slow) for how in ("a pause that clears the cache", "a reset meanwhile")],
+    ],
+)
 def test_other_resets_drop_all(engine: Engine, how: str) -> None:
     told = converse(engine)
     if how == "level 2":
@@ -60,12 +66,12 @@ def test_other_resets_drop_all(engine: Engine, how: str) -> None:
 
 def test_an_answer_that_is_cut_off_by_a_sleep_goes_on_after_it(engine: Engine) -> None:
     prompt, _ = Table(710).question(2)
-    whole = engine.ask(prompt, "uncut", max_tokens=200)
+    whole = engine.ask(prompt, "uncut", max_tokens=100)
     engine.start_afresh()
     failures = engine.failures()
 
     async def interrupted() -> Answer:
-        running = asyncio.ensure_future(engine.generate(prompt, "cut", 200))
+        running = asyncio.ensure_future(engine.generate(prompt, "cut", 100))
         while not engine.sessions("active"):
             await asyncio.sleep(0.01)
         await engine.llm.sleep(1, "keep")

@@ -69,7 +69,9 @@ def test_lookups_without_an_answer_are_felt_while_redis_is_known_to_be_down() ->
     assert felt(Fault.slow, [before], [after | {"failures_total{io}": 2.0}]) == {"io": 2}
 
 
-@pytest.mark.parametrize("fault", sorted(OF_REDIS))
+@pytest.mark.parametrize(
+    "fault", [pytest.param(Fault.redis_frozen, marks=pytest.mark.slow), *sorted(OF_REDIS - {Fault.redis_frozen})]
+)
 def test_redis_does_not_answer_during_its_fault_and_answers_on_the_same_port_after(
     fault: Fault, tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ def wait_until_saved(server: VllmServer) -> None:
 
     def rests() -> bool:
         encoded.append(count(server, "encoded_blocks_total"))
-        time.sleep(0.5)
+        time.sleep(0.3)
         return len(set(encoded[-4:])) == 1 and not count(server, "sessions", state="active")
 
     server.wait_for(rests, 120, "encode no more")
@@ -132,7 +132,7 @@ def test_hints_are_about_one_s_own_sessions(server, table) -> None:
     assert found.blocks == 0
     assert is_told(found, "kept", pinned=True)
     ask(server, LEFT, prompt, "expected")
-    for tenant in ANYBODY_ELSE:
+    for tenant in ANYBODY_ELSE[:3]:
         for name in ("kept", "left/kept", "expected"):
             for hints in ({"pin": False, "ttl_s": 0.1}, {"release": True}):
                 assert ask(server, tenant, prompt if name == "expected" else short, name, hints).text

@@ -12,7 +12,7 @@ from vllm_engine import Engine, Table, running
 
 from manthan.vllm_hooks.http.api import ask_all, list_sessions, summed
 
-GUESTS = 8
+GUESTS = 6
 TIERS = ["host", "disk", "redis"]
 RAM, DISK = 1 << 20, 2 << 20
 """For two sessions, and for four: on disk a block takes whole pages."""
