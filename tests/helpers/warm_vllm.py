@@ -28,19 +28,21 @@ def forking() -> BaseContext:
 
 
 class Patient(shm_broadcast.SpinCondition):
-    """What waits for a message that another process writes: once it has begun, it spins for a moment only.
+    """Wait for a message that another process writes: spin for a moment, and then look twenty times a second.
 
-    vLLM's spins for a second after each, and takes the cores that other tests compute on.
+    vLLM's spins for a second after each message, and takes the cores that other tests compute on. Then it waits for a
+    notice, which may be lost.
     """
 
-    SPINS_S = 0.1
-    """Longer than a step of the model: the socket that wakes it now and then loses one of two messages in a row."""
+    SPINS_S, LOOKS_MS = 0.01, 50
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         if self.is_reader:
-            self.last_read += self.busy_loop_s - self.SPINS_S
             self.busy_loop_s = self.SPINS_S
+
+    def wait(self, timeout_ms: int | None = None) -> None:
+        super().wait(min(self.LOOKS_MS, self.LOOKS_MS if timeout_ms is None else timeout_ms))
 
 
 executor.get_mp_context = forking
