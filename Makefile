@@ -18,9 +18,9 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export VLLM_CPU_KVCACHE_SPACE := 1
 
-# Engines wait as much as they compute: three processes share two cores well, if none spins with more threads than one.
-# More cores bear more: make test WORKERS=6
-WORKERS := 3
+# Engines wait as much as they compute: four processes share two cores well, if none spins with more threads than one.
+# More cores bear more: make test WORKERS=8
+WORKERS := 4
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup test test-all test-gpu lint demo fuzz handoffs kills release soak docs site clean
