@@ -169,7 +169,6 @@ def test_no_block_is_encoded_that_was_not_computed(narrow: VllmServer) -> None:
     metrics = narrow.metrics()
     encoded, dropped = (metrics[f"vllm:manthan_{what}_blocks_total"] for what in ("encoded", "dropped"))
     assert 0 < encoded <= computed + dropped, "what was dropped while its computed block was resident is encoded again"
-    assert encoded + metrics["vllm:manthan_restored_blocks_total"] > computed + dropped, "restored ones would be seen"
     samples = [(labels, value) for name, labels, value in narrow.samples() if name == "vllm:manthan_encodings_total"]
     by_mark = {labels["mark"]: value for labels, value in samples}
     assert by_mark["exact"] > 0
