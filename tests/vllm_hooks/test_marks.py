@@ -153,10 +153,10 @@ def take_turns(server: VllmServer, turns: int) -> tuple[list[bool], int]:
 
 
 @pytest.fixture
-def narrow(tmp_path: Path) -> Iterator[VllmServer]:
-    """The pool has room for one of them."""
+def narrow(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[VllmServer]:
+    """The pool has room for one of them. The fixture's parameter is the size of the cold store."""
     codec = {"name": "wht-5x", "sink_tokens": 0, "guard": False}
-    config = {"idle": 0.3, "codec": codec, "tiers": {"max_bytes": "2600KiB"}}
+    config = {"idle": 0.3, "codec": codec, "tiers": {"max_bytes": getattr(request, "param", "2600KiB")}}
     (tmp_path / "manthan.yaml").write_text(json.dumps(config))
     flags = [*FLAGS, "--manthan-config", str(tmp_path / "manthan.yaml")]
     with warm_server(MODEL, flags, tmp_path / "log") as server:
@@ -174,6 +174,15 @@ def test_no_block_is_encoded_that_was_not_computed(narrow: VllmServer) -> None:
     assert by_mark["exact"] > 0
     assert by_mark["derived"] > 0
     assert by_mark["decoded"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("narrow", ["64MiB"], indirect=True)
+def test_nor_is_one_encoded_twice_while_it_is_kept(narrow: VllmServer) -> None:
+    _, computed = take_turns(narrow, 6)
+    metrics = narrow.metrics()
+    assert metrics["vllm:manthan_restored_blocks_total"] > 0
+    assert 0 < metrics["vllm:manthan_encoded_blocks_total"] <= computed
 
 
 @pytest.mark.slow
