@@ -2,22 +2,29 @@
 
 from importlib import import_module
 from importlib.metadata import version
+from inspect import getdoc
+from operator import attrgetter
 from typing import Annotated, Any
 
 import typer
 from pydantic import ByteSize
-from pydantic.fields import FieldInfo
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
 from manthan.codec.registry import needs_profile
+from manthan.manager.commands import make_console
 from manthan.manager.commands.calibrate import calibrate
-from manthan.manager.commands.console import make_console
 from manthan.manager.commands.sessions import app as sessions_app
 from manthan.manager.config.model import FIELDS
-from manthan.manager.config.registered import check_registered, choose_policy
-from manthan.manager.config.resolve import DEFAULT, ConfigError, ManthanConfig, resolve_config
+from manthan.manager.config.resolve import (
+    DEFAULT,
+    ConfigError,
+    ManthanConfig,
+    check_registered,
+    choose_policy,
+    resolve_config,
+)
 from manthan.policies import BadPolicyError, get_policy, policy_names
 
 LATE = {
@@ -88,14 +95,12 @@ def policies() -> None:
         except BadPolicyError as error:
             table.add_row(Text(name), Text(str(error), style="red"), "")
             continue
-        lines = (policy.__doc__ or "").strip().splitlines() or [""]
-        options = " ".join(f"{option}={_default(field)}" for option, field in policy.Options.model_fields.items())
-        table.add_row(*map(Text, (name, lines[0], options)))
+        options = " ".join(
+            f"{option}={'(required)' if field.is_required() else field.get_default(call_default_factory=True)}"
+            for option, field in policy.Options.model_fields.items()
+        )
+        table.add_row(name, Text((getdoc(policy) or "").partition("\n")[0]), Text(options))
     make_console().print(table)
-
-
-def _default(field: FieldInfo) -> str:
-    return "(required)" if field.is_required() else str(field.get_default(call_default_factory=True))
 
 
 @config_app.command("check")
@@ -125,7 +130,5 @@ def check_config(file: Annotated[str, typer.Argument(metavar="FILE", help="A YAM
 
 
 def _value(config: ManthanConfig, key: str) -> str:
-    value: object = config
-    for name in key.split("."):
-        value = getattr(value, name)
+    value = attrgetter(key)(config)
     return value.human_readable() if isinstance(value, ByteSize) else str(value)

@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from manthan.policies.base import EvictionPolicy, PolicyOptions
 from manthan.policies.lru import LRU
-from manthan.policies.mixture import Mixture
+from manthan.policies.returns import Mixture
 
 BUILTIN: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in (LRU, Mixture)}
 ENTRY_POINT_GROUP = "manthan.policies"

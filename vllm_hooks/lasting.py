@@ -21,15 +21,20 @@ from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.persist import BlockNotes, JournalLink
 from manthan.manager.tiers.arena_tier import ArenaTier
-from manthan.manager.tiers.disk_folder import check_folder, counts_in, found_in, open_rank, open_root, remove_others
+from manthan.manager.tiers.disk import check_folder, counts_in, found_in, open_rank, open_root, remove_others
+from manthan.manager.tiers.joined import Shard, ShardedTier, StackedTier
 from manthan.manager.tiers.journal import Journal
-from manthan.manager.tiers.redis import AHEAD_THREADS, RedisTier
-from manthan.manager.tiers.redis_client import Circuit, RedisUnreachableError, check, connect
-from manthan.manager.tiers.redis_schema import Namespace
+from manthan.manager.tiers.redis import (
+    AHEAD_THREADS,
+    Circuit,
+    Namespace,
+    RedisTier,
+    RedisUnreachableError,
+    check,
+    connect,
+)
 from manthan.manager.tiers.redis_sessions import RedisSessions
 from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
-from manthan.manager.tiers.shards import Shard, ShardedTier
-from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import on_each, weighed
 from manthan.vllm_hooks.shards import Sharding, reads_others

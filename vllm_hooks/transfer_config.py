@@ -6,8 +6,14 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from manthan.manager.config.model import FIELDS
-from manthan.manager.config.registered import check_registered
-from manthan.manager.config.resolve import ARGUMENT, DEFAULT, ManthanConfig, kind_of_source, resolve_config
+from manthan.manager.config.resolve import (
+    ARGUMENT,
+    DEFAULT,
+    ManthanConfig,
+    check_registered,
+    kind_of_source,
+    resolve_config,
+)
 
 if TYPE_CHECKING:
     from vllm import EngineArgs

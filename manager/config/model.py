@@ -151,13 +151,11 @@ class RedisConfig(_Model):
 
 
 class TiersConfig(_Model):
-    """Tiers of the cold store, which has the KV of idle sessions, with the bytes of each.
+    """Tiers of the cold store, which has the KV of idle sessions, with the bytes of each; see docs/configuration.md.
 
-    kind: tier with the budget max_bytes. host is RAM, page-locked if there is a GPU; device is GPU memory; disk is a
-    folder of a local file system; redis is a Redis server. host_bytes: RAM in a second tier. Behind device, this RAM
-    has the blocks that no longer fit into GPU memory. In front of disk or redis, it has copies of recently stored or
-    read blocks. disk_bytes: disk in front of redis, for further copies. pinned_share: share of the budget for sessions
-    that clients pin. drain_s: seconds after SIGTERM to save idle sessions.
+    host_bytes: RAM in a second tier. Behind device, this RAM has the blocks that no longer fit into GPU memory. In
+    front of disk or redis, it has copies of recently stored or read blocks. disk_bytes: disk in front of redis, for
+    further copies. drain_s: seconds after SIGTERM to save idle sessions.
     """
 
     shorthand = "kind"

@@ -111,20 +111,15 @@ def _command(model: str, ranks: int) -> str:
     return f"manthan calibrate {model}" + (f" --tensor-parallel-size {ranks}" if ranks > 1 else "")
 
 
-# -- paths ------------------------------------------------------------------------------------------------
-
-
-def profiles_folder() -> Path:
-    """Return $XDG_CACHE_HOME/manthan/profiles, or ~/.cache/manthan/profiles."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "manthan" / "profiles"
-
-
 def profile_path(model: str, ranks: int = 1, revision: str | None = None) -> Path:
-    """Return the path of a model's profile for `ranks` tensor-parallel ranks. Arguments: see `choose_codec`."""
+    """Return the path of a model's profile for `ranks` tensor-parallel ranks. Arguments: see `choose_codec`.
+
+    The folder is $XDG_CACHE_HOME/manthan/profiles, or ~/.cache/manthan/profiles.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manthan" / "profiles"
     slug = re.sub(r"[^A-Za-z0-9]+", "-", Path(model).name if Path(model).exists() else model).strip("-").lower()
     split = f"-tp{ranks}" if ranks > 1 else ""
-    return profiles_folder() / f"{slug}-{_identity(model, revision)[:16]}{split}.safetensors"
+    return folder / f"{slug}-{_identity(model, revision)[:16]}{split}.safetensors"
 
 
 def has_weights(model: str, revision: str | None = None) -> bool:
@@ -151,11 +146,8 @@ def _weights(folder: Path) -> list[Path]:
 @lru_cache
 def _content(path: Path, changed: int) -> str:
     """Digest of a file. changed: time of the file's last change, in ns, so that no outdated digest is returned."""
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while part := file.read(2**24):
-            digest.update(part)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def model_folder(model: str, revision: str | None) -> Path | None:

@@ -10,8 +10,7 @@ from loaded import load_config
 from logged import warnings
 
 from manthan.manager.config.model import FIELDS, TiersConfig
-from manthan.manager.config.registered import check_registered
-from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, ManthanConfig, resolve_config
+from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, ManthanConfig, check_registered, resolve_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -16,14 +16,21 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from manthan.manager.commands.console import make_console
+from manthan.manager.commands import make_console
 from manthan.manager.commands.sessions import KEY_ENV, AskError, ask, measuring
 from manthan.manager.config.model import ConfigError
-from manthan.manager.config.registered import check_registered
-from manthan.manager.config.resolve import resolve_config
-from manthan.manager.config.sentences import human_bytes
-from manthan.manager.doctor.checks import Finding, Grade, check_disk, check_keys, check_memlock, check_redis
-from manthan.manager.doctor.template import TEMPLATE, check_template, load_renderer
+from manthan.manager.config.resolve import check_registered, human_bytes, resolve_config
+from manthan.manager.doctor import (
+    TEMPLATE,
+    Finding,
+    Grade,
+    check_disk,
+    check_keys,
+    check_memlock,
+    check_redis,
+    check_template,
+    load_renderer,
+)
 from manthan.vllm_hooks.support import VLLM, check_version
 
 LOGGING = "VLLM_LOGGING_LEVEL"
