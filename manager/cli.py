@@ -1,9 +1,8 @@
 """The `manthan` command."""
 
-from importlib import import_module
 from importlib.metadata import version
-from inspect import getdoc
 from operator import attrgetter
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import typer
@@ -16,15 +15,8 @@ from manthan.codec.registry import needs_profile
 from manthan.manager.commands import make_console
 from manthan.manager.commands.calibrate import calibrate
 from manthan.manager.commands.sessions import app as sessions_app
-from manthan.manager.config.model import FIELDS
-from manthan.manager.config.resolve import (
-    DEFAULT,
-    ConfigError,
-    ManthanConfig,
-    check_registered,
-    choose_policy,
-    resolve_config,
-)
+from manthan.manager.config.model import FIELDS, ConfigError, ManthanConfig
+from manthan.manager.config.resolve import DEFAULT, check_registered, choose_policy, resolve_config
 from manthan.policies import BadPolicyError, get_policy, policy_names
 
 LATE = {
@@ -45,9 +37,8 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in LATE:
             return super().get_command(ctx, cmd_name)
-        module, _, attribute = LATE[cmd_name].partition(":")
         try:
-            group = getattr(import_module(module), attribute)
+            group = resolve_name(LATE[cmd_name])
         except ModuleNotFoundError as error:
             extra = "vllm" if error.name in ("torch", "vllm") else "bench"
             how = f"pip install '.[{extra}]' in a clone of the repository"
@@ -99,7 +90,7 @@ def policies() -> None:
             f"{option}={'(required)' if field.is_required() else field.get_default(call_default_factory=True)}"
             for option, field in policy.Options.model_fields.items()
         )
-        table.add_row(name, Text((getdoc(policy) or "").partition("\n")[0]), Text(options))
+        table.add_row(name, Text((policy.__doc__ or "").strip().partition("\n")[0]), Text(options))
     make_console().print(table)
 
 

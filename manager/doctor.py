@@ -49,6 +49,14 @@ class Finding(NamedTuple):
     said: str
 
 
+def check_machine(config: ManthanConfig, has_gpu: bool) -> Iterator[Finding]:
+    """Check what the configuration needs of this machine, and of Redis."""
+    yield check_memlock(config.tiers, has_gpu)
+    yield check_disk(config)
+    yield check_keys(config)
+    yield from check_redis(config)
+
+
 def check_memlock(store: TiersConfig, has_gpu: bool) -> Finding:
     """Check that the limit for locked memory (memlock) allows the RAM that Manthan pins (page-locks) for a GPU."""
     wanted = store.max_bytes if store.kind == "host" else store.host_bytes
@@ -79,7 +87,7 @@ def check_disk(config: ManthanConfig) -> Finding:
     except ConfigError as error:
         return Finding("disk", Grade.WRONG, str(error))
     kind = file_system(Path(path))
-    budget = store.front_disk_bytes or store.max_bytes
+    budget = store.disk_bytes or store.max_bytes
     files = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
     taken = sum(file.lstat().st_blocks * 512 for file in files if file.exists())
     free = shutil.disk_usage(path).free
@@ -217,8 +225,7 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
 def _turn(renderer: Renderer, messages: Sequence[Message], answer: Message, thought: str) -> list[int]:
     """Return a turn's tokens: those of the prompt, and those that the model generates.
 
-    thought: Thinking that the model generates before the answer; put between <think> tags if the template does not
-    render it after the prompt. Empty for none.
+    thought: Thinking before the answer; empty for none. Put between <think> tags if the template does not show it.
     """
     prompt = renderer.render(messages, asks=True)
     asked, shown = renderer.decode(prompt), renderer.decode(renderer.render([*messages, answer], asks=False))
@@ -235,8 +242,8 @@ def partings(renderer: Renderer) -> list[Parting]:
     """Return the first difference between a turn and the next prompt for each kind of answer.
 
     Kinds are: a plain answer; a plain answer with the next turn on another day; an answer whose thinking the client
-    sends back in a separate field, if the template shows this field; and an answer whose thinking the client sends back
-    between <think> tags in the content, unless the template shows the field without such tags.
+    sends back in a separate field, if the template shows the field; and an answer whose thinking the client sends back
+    between <think> tags, unless the template shows the field without tags.
     """
     asked, then = [{"role": "user", "content": QUESTION}], {"role": "user", "content": NEXT}
     plain = {"role": "assistant", "content": ANSWER}

@@ -30,10 +30,6 @@ class Ranking:
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 
-    def get(self, key: str) -> float | None:
-        """Return the number of a key; None for an unknown key."""
-        return entry.rank if (entry := self._entries.get(key)) else None
-
     @property
     def least(self) -> float:
         """Least number of all keys; infinity without keys."""

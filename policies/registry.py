@@ -28,9 +28,7 @@ def policy_names() -> list[str]:
 def get_policy(name: str) -> type[EvictionPolicy]:
     """Return the policy class of this name. A policy of another package is imported.
 
-    Raises:
-        UnknownPolicyError: no policy has this name. The message has all names.
-        BadPolicyError: another package's policy cannot be loaded, or is not a complete policy.
+    Raises: UnknownPolicyError, whose message has all names. BadPolicyError for a policy of another package.
     """
     if name in BUILTIN:
         return BUILTIN[name]

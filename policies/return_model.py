@@ -207,8 +207,7 @@ class ReturnModel:
         expected = waited * np.exp(np.clip(x @ b, -20, 3))
         gradient = x.T @ (events - expected) - penalty * (b - mean)
         step: Floats = np.linalg.solve((x * expected[:, None]).T @ x + np.diag(penalty), gradient)
-        step *= min(1.0, LARGEST_STEP / max(1e-9, float(np.abs(step).max())))
-        return step
+        return step * min(1.0, LARGEST_STEP / max(1e-9, float(np.abs(step).max())))
 
     def hazard(self, x: Sequence[float]) -> Floats:
         """Return the hazard, returns per second, in each piece of age for a session with features `x`."""

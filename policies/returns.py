@@ -28,7 +28,7 @@ DRIFT = 0.02  # weight of the newest cache size in the moving average `Mixture._
 
 
 class ReturnsOptions(PolicyOptions):
-    """Options of the model."""
+    """Options of `ReturnModel`."""
 
     window: int = Field(
         default=4096, ge=64, le=1 << 20, description="the number of newest requests to learn from, 64 to 1048576"
@@ -60,8 +60,7 @@ class Returns(EvictionPolicy):
         super().__init__(options)
         self.model = model or ReturnModel(self.options.window, self.options.refit_every, self.options.prior)
         self._now = 0.0
-        self._index: dict[str, tuple[float, list[float]]] = {}
-        """Time of each session's last use, and the session's index in each piece of age."""
+        self._index: dict[str, tuple[float, list[float]]] = {}  # time of last use, and index in each piece of age
         self._worth, self._passes = Ranking(), Ranking()
         """Sessions ranked by their index now; and sessions by the time at which they reach the next piece of age."""
         self._superseded: OrderedDict[str, None] = OrderedDict()
@@ -119,8 +118,7 @@ class Contest:
 
     def __init__(self, names: tuple[str, str], leader: str) -> None:
         self.names, self.leader = names, leader
-        self.found, self._squares = [0.0, 0.0], 0.0
-        """Sums, with decay, of the bytes found by each policy, and of the squared differences."""
+        self.found, self._squares = [0.0, 0.0], 0.0  # sums, with decay, of bytes found, and of squared differences
 
     def add(self, found: Sequence[float]) -> None:
         """Count the bytes found by each policy at a request, in the order of `names`."""
@@ -149,9 +147,7 @@ class ShadowCache:
     def request(self, session: SessionView, known: float, capacity: float) -> float:
         """Simulate an ended request. Return the bytes that the request found, and enter all bytes of the session.
 
-        Args:
-            known: bytes that the request would have found in an unlimited cache.
-            capacity: most bytes that the cache may hold.
+        known: bytes that an unlimited cache would have found. capacity: most bytes that the cache may hold.
         """
         found = min(self.kept.get(session.session_id, 0), known)
         self._keep(session.session_id, max(1, session.nbytes))
@@ -174,14 +170,11 @@ class ShadowCache:
 
     def _make_room(self, newcomer: str, capacity: float) -> None:
         for victim in self.policy.victims():
-            short = self.nbytes - capacity
-            if short <= 0:
-                return
-            left = self.kept[victim] - short
+            left = self.kept[victim] - (self.nbytes - capacity)
             self._keep(victim, max(0, int(left)))
             if left < 1:
                 self.policy.evicted(victim)
-            if victim == newcomer:
+            if victim == newcomer or self.nbytes <= capacity:
                 return
 
     def _keep(self, session_id: str, nbytes: int) -> None:
@@ -200,16 +193,13 @@ class Mixture(Returns):
 
     def __init__(self, options: Any = None, model: ReturnModel | None = None) -> None:
         super().__init__(options, model)
-        self._present: OrderedDict[str, int] = OrderedDict()
-        """Bytes of the sessions in the cache, least recently used first. A session takes at least one byte."""
+        self._present: OrderedDict[str, int] = OrderedDict()  # bytes, at least 1, of the sessions in the cache, by LRU
         self._nbytes = 0
         self._shadows = [ShadowCache(Returns(self.options, self.model)), ShadowCache(LRU())]
         self._contest = Contest(("returns", "lru"), "lru")
         self._running: dict[str, SessionView] = {}  # sampled sessions whose newest request is not simulated yet
-        self._told: dict[str, tuple[int, float]] = {}
-        """By id of a sampled session, `uses` and `created` when the shadows last simulated one of its requests."""
-        self._origins: dict[float, str] = {}
-        """Ids of sessions that another continues, by `created`. The session that continues has the same `created`."""
+        self._told: dict[str, tuple[int, float]] = {}  # `uses` and `created` at a sampled session's last simulation
+        self._origins: dict[float, str] = {}  # sessions that another, with the same `created`, continues, by `created`
         self._mask = 0  # bits of a session's hash that are 0 for sampled sessions
         self._room = 0.0  # bytes of all but the last used session in a full cache, a moving average
         self._looks = 0

@@ -164,8 +164,8 @@ class ModelReader:
     ) -> list[list[list[Floats]]]:
         """Add to `weights` gradients of drawn tokens' log-probabilities with respect to the cache of earlier tokens.
 
-        Returns the gradients by layer, draw and kind (keys, values), [tokens, C]. The first SINKS tokens are left out:
-        they outweigh all others, and are kept exact.
+        Return the gradients by layer, draw and kind (keys, values), [tokens, C]. The first SINKS tokens are left out,
+        because they outweigh all others, and are kept exact.
         """
         cut, kinds = len(ids) - len(ids) // ASKED, weights[0].kinds
         prefix = [[x[:, :, :cut].detach() for x in (layer.keys, layer.values)] for layer in layers]

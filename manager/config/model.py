@@ -174,7 +174,7 @@ class TiersConfig(_Model):
     @property
     def places(self) -> Sequence[str]:
         """Names of the tier of `kind` and of the tiers in front, the fastest first. RAM behind device is left out."""
-        front = {"host": self.front_bytes, "disk": self.front_disk_bytes}
+        front = {"host": self.front_bytes, "disk": self.disk_bytes}
         return (*(tier for tier, nbytes in front.items() if nbytes), self.kind)
 
     @cached_property
@@ -201,11 +201,6 @@ class TiersConfig(_Model):
     def front_bytes(self) -> int:
         """Bytes of RAM in front of a disk or Redis; 0 for none."""
         return self.host_bytes if self.is_lasting else 0
-
-    @property
-    def front_disk_bytes(self) -> int:
-        """Bytes of disk in front of Redis; 0 for none."""
-        return self.disk_bytes if self.is_shared else 0
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:

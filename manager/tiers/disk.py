@@ -46,7 +46,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -126,7 +126,7 @@ class DiskTier(ArenaTier):
         self._is_dirty, self._is_apart, self._sparing = True, False, Sparing(QUIET_S)
         self._readers = ThreadPoolExecutor(READERS, "manthan-disk-read")
         self._writers = ThreadPoolExecutor(WRITERS, "manthan-disk-write")
-        self._stuck: Future[list[Found]] | Future[str | None] | None = None  # the job that was last given up
+        self._stuck: Future[Any] | None = None  # the job that was last given up
         self._closing = threading.Event()
         self._syncer = threading.Thread(target=self._sync_regularly, name="manthan-disk-sync", daemon=True)
         self._syncer.start()
@@ -351,11 +351,9 @@ def check_folder(path: str, patience_s: float = 0.0) -> None:
 
 
 def open_root(path: Path) -> IO[bytes] | None:
-    """Lock the folder of `tiers.disk.path` for this process. Make a missing folder.
+    """Lock the folder of `tiers.disk.path` for this process. Make a missing folder. Raises FolderBusyError.
 
     Returns: the lock's file, locked until closed; None if no file can be made.
-
-    Raises: ConfigError if another server uses the folder.
     """
     try:
         if not path.is_dir():
@@ -373,15 +371,10 @@ def open_root(path: Path) -> IO[bytes] | None:
 
 
 def open_rank(path: Path, name: str, shard: Shard, max_bytes: int, is_left: bool = False) -> ArenaTier:
-    """Return the tier of a rank, or NoTier if the disk cannot be used.
+    """Return the tier of a rank, or NoTier if the disk cannot be used. Raises FolderBusyError.
 
-    Args:
-        path: Folder that `open_root` locks.
-        name: Name of the namespace, which is the name of a folder in `path`.
-        shard: Part of each block that the rank stores: some of its KV heads.
-        is_left: See `DiskTier`.
-
-    Raises: ConfigError if another server uses the folder.
+    path: Folder that `open_root` locks. name: Namespace, and folder in `path`. shard: Part of each block that the rank
+    stores. is_left: See `DiskTier`.
     """
     try:
         if not path.is_dir():
@@ -414,10 +407,9 @@ def found_in(folder: Path, shard: Shard) -> dict[BlockName, list[int]]:
 
 
 def remove_others(path: Path, name: str, counts: Container[int]) -> dict[str, int]:
-    """Remove Manthan's folders of other namespaces than `name`, and in `name` the ranks' folders that are of no use.
+    """Remove Manthan's folders of other namespaces than `name`, and in `name` those of other numbers of ranks.
 
-    Args:
-        counts: Numbers of ranks with which stored blocks can be read. Folders of any other number are of no use.
+    counts: Numbers of ranks with which stored blocks can be read.
 
     Returns: Bytes of each removed folder, by name relative to `path`.
     """
@@ -481,14 +473,13 @@ def _scanned(fd: int) -> Iterator[tuple[BlockName, Placed]]:
             if error.errno == errno.ENXIO:  # holes to the end
                 return
             raise
-        record = _parsed(os.pread(fd, HEADER, at), at)
-        if record is not None:
+        if record := _parsed(os.pread(fd, HEADER, at), at):
             yield record
             at += record[1].extents[0].nbytes
-            continue
-        some = os.pread(fd, SCAN_BYTES, at)
-        at += next((page for page in range(PAGE, len(some), PAGE) if some.startswith(MAGIC, page)), _pages(len(some)))
-        if not some:
+        elif some := os.pread(fd, SCAN_BYTES, at):
+            pages = range(PAGE, len(some), PAGE)
+            at += next((page for page in pages if some.startswith(MAGIC, page)), _pages(len(some)))
+        else:
             return
 
 

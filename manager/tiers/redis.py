@@ -43,7 +43,7 @@ OLDEST_VERSION = 7  # of the server
 BATCH = 512  # commands in a pipeline, at most
 BATCH_BYTES = 4 << 20  # approximate bytes of a batch: the blocks that one pipeline moves
 FIRST_NBYTES = 256 << 10  # assumed bytes of a block, until the first block is stored or read
-AHEAD_THREADS = 2  # threads that fetch the next batch while the caller decodes; for one restore and one prefetch
+AHEAD_THREADS = 2  # of RedisTier. They fetch the next batch while the caller decodes: a restore, and a prefetch
 FALL, HALF = 0.25, 512
 """Share of the time to live that the end of an endless session lacks; depth of the block that lacks half this share."""
 SAMPLES = 64  # most block hashes in the Redis hash of a session. Each is cut to its first 4 bytes
@@ -110,14 +110,15 @@ def connect(config: RedisConfig, threads: int = 1) -> Client:
     """Return a client with timeouts for all commands. Nothing is sent yet. Raises ConfigError.
 
     Args:
-        threads: Number of threads that use the client at once. A thread without a free connection would time out.
+        threads: Number of threads that use the client at once, without those of RedisTier. A thread without a free
+            connection would time out.
     """
     try:
         timeout_s = float(parse_url(config.url).get("socket_timeout", TIMEOUT_S))
         pool = redis.BlockingConnectionPool.from_url(
             config.url,
             password=os.environ.get(REDIS_PASSWORD) or None,
-            max_connections=threads + 1,
+            max_connections=threads + AHEAD_THREADS + 1,
             timeout=timeout_s,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,

@@ -175,7 +175,7 @@ class RedisSessions:
     def _run(self) -> None:
         with suppress(TierError):  # so that the first lookup has a connection
             self._ask([("EXISTS", self._name(self._namespace, ""))])
-        while not (self._closing and not (self._is_behind and self._circuit.is_up)):
+        while not self._closing or (self._is_behind and self._circuit.is_up):
             with self._wake:
                 self._wake.wait_for(
                     lambda: self._lookups or self._closing or (self._is_behind and not self._circuit.wait_s),
@@ -231,8 +231,8 @@ class RedisSessions:
         """Return the approximate bytes of each block before the first that is not stored in `count` shards.
 
         One command asks for a run of blocks. From run to run the length doubles until a block is absent, and then is
-        halved. Of each RUN blocks, only the middle block is measured. The very first block is measured, too, because it
-        may be larger: a session's first tokens are exact.
+        halved. Of each RUN blocks, only the middle block is measured. The first of all blocks is measured, too, because
+        it may be larger: a session's first tokens are exact.
         """
         names = [[namespace.block(group, each, shard) for shard in self._counts[count]] for each in hashes]
         good, run, grows = 0, FIRST, True
@@ -255,15 +255,14 @@ class RedisSessions:
         tried = 1
         while count > 0:
             some = {at: needed(at) for at in range(count, max(0, count - tried), -1)}
-            names = list(dict.fromkeys(chain.from_iterable(some.values())))
-            sizes = dict(zip(names, self._sizes(namespace, names), strict=True))
+            sizes = self._sizes(namespace, chain.from_iterable(some.values()))
             for at, blocks in some.items():
                 if blocks and all(sizes[block] for block in blocks):
                     return StoredPoint(at, [sizes[block] for block in blocks])
             count, tried = count - tried, min(4 * tried, 64)
         return None
 
-    def _sizes(self, namespace: Namespace, blocks: Sequence[BlockName]) -> list[int]:
+    def _sizes(self, namespace: Namespace, blocks: Iterable[BlockName]) -> dict[BlockName, int]:
         """Return the bytes of each block, all shards together; 0 for an absent block."""
         sizes = dict.fromkeys(blocks, 0)
         for count, shards in self._counts.items():
@@ -274,7 +273,7 @@ class RedisSessions:
                 if all(each):
                     self._renews.add(count)
                     sizes[block] = sum(each)
-        return list(sizes.values())
+        return sizes
 
     def _try(self, namespace: Namespace) -> None:
         """Write the waiting records and deletions. If none waits and Redis was down, ask if it is back."""
