@@ -33,12 +33,12 @@ REDIS_COMMANDS = "DEL, HSET f 1, HGET f, PEXPIREAT 1, SET 1 PX 1000, GET, STRLEN
 
 
 class Grade(StrEnum):
-    """Outcome of a check. SKIPPED: there is nothing to check. WARNING: Manthan works, but badly. WRONG: it fails."""
+    """Outcome of a check."""
 
     OK = auto()
-    SKIPPED = auto()
-    WARNING = auto()
-    WRONG = auto()
+    SKIPPED = auto()  # there is nothing to check
+    WARNING = auto()  # Manthan works, but badly
+    WRONG = auto()  # Manthan fails
 
 
 class Finding(NamedTuple):

@@ -137,10 +137,7 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
 
 
 def measuring(store: Mapping[str, Any]) -> str:
-    """Return the progress of measuring the configured codec's loss, before its first use; empty if none is under way.
-
-    store: field `store` of the API's state.
-    """
+    """Return the progress of measuring the configured codec's loss; empty if none is under way. store: see the API."""
     if not (waits := store["measuring"]):
         return ""
     return f"{waits['codec']} measured on {waits['blocks']} of {waits['of']} blocks; {store['codec']} until then"

@@ -47,9 +47,8 @@ def choose_codec(
         has_latents: True if the model caches latents (MLA), which are the same on all ranks. AUTO is then PLAIN unless
             a profile is configured, because no calibrated codec was tried on a trained model with latents.
 
-    Raises:
-        ConfigError: A needed profile is missing, cannot be read, or is for another number of ranks. Or a profile is
-            configured, and the codec needs none.
+    Raises: ConfigError if a needed profile is missing, cannot be read, or is for another number of ranks; or if a
+        profile is configured, and the codec needs none.
     """
     is_auto = config.name == AUTO
     name = CALIBRATED if is_auto else config.name
@@ -86,7 +85,6 @@ def check_profile(chosen: ChosenCodec, model: str, layers: int, heads: int, head
     """Raise ConfigError if the profile was made for another shape of KV.
 
     Args:
-        layers: Number of layers.
         heads: Number of KV heads on all ranks together; of a latent, the number of pieces that codecs cut it into.
         head_dim: Count of numbers in a head, or in a piece of a latent.
         latent: Count of numbers in a token's latent (MLA); 0 for a model that caches keys and values.
@@ -124,8 +122,7 @@ def profile_path(model: str, ranks: int = 1, revision: str | None = None) -> Pat
 
 def has_weights(model: str, revision: str | None = None) -> bool:
     """True if the model's weights are on this machine, so that the path of its profile depends on them."""
-    folder = model_folder(model, revision)
-    return folder is not None and bool(_weights(folder))
+    return bool((folder := model_folder(model, revision)) and _weights(folder))
 
 
 def _identity(model: str, revision: str | None) -> str:

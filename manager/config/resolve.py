@@ -51,7 +51,7 @@ LONG_UNSAVED_S = 30  # most seconds of idle.after_s without a warning at start-u
 
 
 class Resolved(NamedTuple):
-    """Configuration. sources: by dotted key, the name of the flag, variable or file with the value, or `default`.
+    """Configuration, and by dotted key the source of each value: the name of a flag, variable or file, or `default`.
 
     The source is `argument` for a value that `resolve_config` got in `flags` by its dotted key.
     """
@@ -61,11 +61,11 @@ class Resolved(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """Value of a key, and its source; see `Resolved`. old: the key's old name if the source has it, else empty."""
+    """Value of a key, and its source; see `Resolved`."""
 
     value: object
     source: str
-    old: str = ""
+    old: str = ""  # the key's old name if the source has it
 
 
 def resolve_config(

@@ -49,12 +49,10 @@ class Arena:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = 0  # number of addresses
-        self.available = 0  # number of free bytes, in all holes
-        # Size of a hole by its start, start of a hole by its end, and (size, start) of all holes, sorted. Two holes
-        # never touch each other.
-        self._size_at: dict[int, int] = {}
-        self._start_before: dict[int, int] = {}
-        self._holes: list[tuple[int, int]] = []
+        self.available = 0  # number of free bytes, in all holes. Two holes never touch each other
+        self._size_at: dict[int, int] = {}  # by start of a hole
+        self._start_before: dict[int, int] = {}  # by end of a hole
+        self._holes: list[tuple[int, int]] = []  # size and start of each, sorted
         self._end = 0
         self.join(Extent(0, nbytes))
 
