@@ -15,8 +15,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.table import Table
 
-from manthan.manager.commands.console import make_console
-from manthan.manager.doctor.template import Message, Renderer, common
+from manthan.manager.commands import make_console
+from manthan.manager.doctor import Message, Renderer, common
 
 BETWEEN_MINUTES = 7
 """Thinking time of a user."""

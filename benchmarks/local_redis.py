@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from manthan.benchmarks.ports import hold_port, port_of
 from manthan.manager.config.model import FIELDS, ConfigError, RedisConfig
-from manthan.manager.tiers.redis_client import check, connect
+from manthan.manager.tiers.redis import check, connect
 
 START_S = 20.0
 

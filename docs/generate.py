@@ -11,7 +11,7 @@ from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
 from manthan.manager.config.model import FIELDS, FLAGS
-from manthan.policies.registry import BUILTIN
+from manthan.policies import BUILTIN
 from manthan.vllm_hooks.doctor.families import OUTCOMES, families
 from manthan.vllm_hooks.telemetry.metrics import METRICS
 

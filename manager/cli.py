@@ -1,23 +1,22 @@
 """The `manthan` command."""
 
-from importlib import import_module
 from importlib.metadata import version
+from operator import attrgetter
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import typer
 from pydantic import ByteSize
-from pydantic.fields import FieldInfo
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
 from manthan.codec.registry import needs_profile
+from manthan.manager.commands import make_console
 from manthan.manager.commands.calibrate import calibrate
-from manthan.manager.commands.console import make_console
 from manthan.manager.commands.sessions import app as sessions_app
-from manthan.manager.config.model import FIELDS
-from manthan.manager.config.registered import check_registered, choose_policy
-from manthan.manager.config.resolve import DEFAULT, ConfigError, ManthanConfig, resolve_config
+from manthan.manager.config.model import FIELDS, ConfigError, ManthanConfig
+from manthan.manager.config.resolve import DEFAULT, check_registered, choose_policy, resolve_config
 from manthan.policies import BadPolicyError, get_policy, policy_names
 
 LATE = {
@@ -38,9 +37,8 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in LATE:
             return super().get_command(ctx, cmd_name)
-        module, _, attribute = LATE[cmd_name].partition(":")
         try:
-            group = getattr(import_module(module), attribute)
+            group = resolve_name(LATE[cmd_name])
         except ModuleNotFoundError as error:
             extra = "vllm" if error.name in ("torch", "vllm") else "bench"
             how = f"pip install '.[{extra}]' in a clone of the repository"
@@ -88,14 +86,12 @@ def policies() -> None:
         except BadPolicyError as error:
             table.add_row(Text(name), Text(str(error), style="red"), "")
             continue
-        lines = (policy.__doc__ or "").strip().splitlines() or [""]
-        options = " ".join(f"{option}={_default(field)}" for option, field in policy.Options.model_fields.items())
-        table.add_row(*map(Text, (name, lines[0], options)))
+        options = " ".join(
+            f"{option}={'(required)' if field.is_required() else field.get_default(call_default_factory=True)}"
+            for option, field in policy.Options.model_fields.items()
+        )
+        table.add_row(name, Text((policy.__doc__ or "").strip().partition("\n")[0]), Text(options))
     make_console().print(table)
-
-
-def _default(field: FieldInfo) -> str:
-    return "(required)" if field.is_required() else str(field.get_default(call_default_factory=True))
 
 
 @config_app.command("check")
@@ -125,7 +121,5 @@ def check_config(file: Annotated[str, typer.Argument(metavar="FILE", help="A YAM
 
 
 def _value(config: ManthanConfig, key: str) -> str:
-    value: object = config
-    for name in key.split("."):
-        value = getattr(value, name)
+    value = attrgetter(key)(config)
     return value.human_readable() if isinstance(value, ByteSize) else str(value)

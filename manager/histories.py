@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from msgspec import msgpack
 
-from manthan.manager.config.sentences import human_bytes
+from manthan.manager.config.resolve import human_bytes
 from manthan.manager.events import DropCause, Event, Evicted, Lost, Parent, Pinned, Restored, Turn
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.table import Session

@@ -56,10 +56,8 @@ class EvictionPolicy(ABC):
     leaves. The scheduler's thread makes all calls. None may wait, do I/O or raise, and each should take O(log n).
     """
 
-    name: ClassVar[str]
-    """Name for the configuration, and for the option `--manthan-policy`."""
+    name: ClassVar[str]  # for the configuration, and for the option `--manthan-policy`
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
-    """Class of the policy's options."""
 
     def __init__(self, options: Any = None) -> None:
         """Make an instance without sessions. options: an instance of `Options`; None for the defaults."""

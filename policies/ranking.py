@@ -30,16 +30,10 @@ class Ranking:
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 
-    def get(self, key: str) -> float | None:
-        """Return the number of a key; None for an unknown key."""
-        entry = self._entries.get(key)
-        return None if entry is None else entry.rank
-
     @property
     def least(self) -> float:
         """Least number of all keys; infinity without keys."""
-        first = self.first()
-        return inf if first is None else first.rank
+        return first.rank if (first := self.first()) else inf
 
     def set(self, key: str, rank: float, age: float | None = None) -> None:
         """Give a key a number. Among equal numbers the least `age` is first; with None, the least recently set key."""

@@ -111,8 +111,8 @@ class ReturnModel:
 
     Args:
         window: number of newest requests to learn from.
-        refit_every: requests between two estimates of the same piece, but at least 1 / ROUNDS of those in the window.
-            So the average cost of a request does not grow with the window. The first estimate is of all pieces at once.
+        refit_every: requests between two estimates of the same piece, but at least 1 / ROUNDS of those in the window,
+            so that the average cost of a request does not grow with the window. The first estimate is of all pieces.
             Later the pieces take turns, so that no request waits long.
         prior: strength of the penalty. After `prior` returns with a feature of value 1, the feature's coefficient is
             about half of what it would be without the penalty.
@@ -172,11 +172,10 @@ class ReturnModel:
     def _estimate(self, now: float) -> None:
         """Take a step of Newton's method for the next piece in turn; in the first call, for all pieces."""
         is_first, n = self._due == self._refit_every, min(self.count, self._size)
-        returned, began = self._returned[:n], self._began[:n]
         ago = (self.count - 1 - np.arange(n)) % self._size
         weight = self._weight[:n] * (0.5 ** (ago * HALF_LIVES / self._size) / self._weight[:n].mean())
-        came = ~np.isnan(returned)
-        age = np.where(came, returned, now) - began
+        came = ~np.isnan(self._returned[:n])
+        age = np.where(came, self._returned[:n], now) - self._began[:n]
         for piece in range(PIECES) if is_first else (self._next,):
             begin, width = self._begins[piece], self._widths[piece]
             at_risk = np.nonzero(age > begin if piece else age >= begin)[0]
@@ -208,8 +207,7 @@ class ReturnModel:
         expected = waited * np.exp(np.clip(x @ b, -20, 3))
         gradient = x.T @ (events - expected) - penalty * (b - mean)
         step: Floats = np.linalg.solve((x * expected[:, None]).T @ x + np.diag(penalty), gradient)
-        step *= min(1.0, LARGEST_STEP / max(1e-9, float(np.abs(step).max())))
-        return step
+        return step * min(1.0, LARGEST_STEP / max(1e-9, float(np.abs(step).max())))
 
     def hazard(self, x: Sequence[float]) -> Floats:
         """Return the hazard, returns per second, in each piece of age for a session with features `x`."""
@@ -230,9 +228,7 @@ class ReturnModel:
         seconds = np.concatenate([[0.0], np.cumsum(waiting[:-1] * (1 - stays) / hazard)])
         rise, run = waiting[:-1, None] - waiting, seconds - seconds[:-1, None]
         slopes = np.divide(rise, run, out=np.zeros_like(rise), where=_LATER & (run > 0))
-        best: list[float] = np.maximum(
-            slopes.max(axis=1), hazard
-        ).tolist()  # the hazard, where `waiting` is too near 0 for slopes
+        best: list[float] = np.maximum(slopes.max(axis=1), hazard).tolist()  # hazard: where `waiting` is nearly 0
         return best
 
 

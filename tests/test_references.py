@@ -13,7 +13,7 @@ from manthan.manager.config.resolve import ENV_PREFIX, FLAG_KEYS
 from manthan.manager.events import DropCause
 from manthan.manager.session.hints import Hints
 from manthan.manager.session.table import SessionState
-from manthan.policies.registry import BUILTIN
+from manthan.policies import BUILTIN
 from manthan.vllm_hooks.telemetry.metrics import METRICS
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -28,8 +28,7 @@ from manthan.manager.driver import HIGH_WATERMARK, LOW_WATERMARK
 from manthan.manager.pool import FreeBlock
 from manthan.manager.session.persist import WAIT_S, JournalLink, RedisLink
 from manthan.manager.tiers.journal import Journal
-from manthan.manager.tiers.redis_client import Circuit
-from manthan.manager.tiers.redis_schema import Namespace
+from manthan.manager.tiers.redis import Circuit, Namespace
 from manthan.manager.tiers.redis_sessions import RedisSessions
 
 ALWAYS = {

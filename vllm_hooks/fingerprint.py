@@ -13,7 +13,7 @@ from manthan.codec import wire
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.profiles import model_folder
-from manthan.manager.tiers.redis_schema import Namespace
+from manthan.manager.tiers.redis import Namespace
 from manthan.manager.tiers.sealed import derived, keys_of
 from manthan.vllm_hooks.shards import ONE_RANK, Sharding
 

@@ -21,15 +21,12 @@ from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.persist import BlockNotes, JournalLink
 from manthan.manager.tiers.arena_tier import ArenaTier
-from manthan.manager.tiers.disk_folder import check_folder, counts_in, found_in, open_rank, open_root, remove_others
+from manthan.manager.tiers.disk import check_folder, counts_in, found_in, open_rank, open_root, remove_others
+from manthan.manager.tiers.joined import Shard, ShardedTier, StackedTier
 from manthan.manager.tiers.journal import Journal
-from manthan.manager.tiers.redis import AHEAD_THREADS, RedisTier
-from manthan.manager.tiers.redis_client import Circuit, RedisUnreachableError, check, connect
-from manthan.manager.tiers.redis_schema import Namespace
+from manthan.manager.tiers.redis import Circuit, Namespace, RedisTier, RedisUnreachableError, check, connect
 from manthan.manager.tiers.redis_sessions import RedisSessions
 from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
-from manthan.manager.tiers.shards import Shard, ShardedTier
-from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import on_each, weighed
 from manthan.vllm_hooks.shards import Sharding, reads_others
@@ -139,15 +136,15 @@ def make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Shardi
     sources, copies = list[list[Tier]](), list[Tier]()
     is_reader, own = reads_others(vllm_config, sharding), sharding.kept(vllm_config).shard(rank)
     if config.tiers.is_shared:
-        client = connect(config.tiers.redis, threads=CPU_ENCODE_THREADS + LOAD_THREADS + AHEAD_THREADS)
+        client = connect(config.tiers.redis, threads=CPU_ENCODE_THREADS + LOAD_THREADS)
         shard, is_first = sharding.shard(rank), sharding.is_first(rank)  # of ranks with the same blocks, one writes
         redis = RedisTier(client, Circuit(), namespace, shard, config.tiers.redis.ttl_s, is_first)
         for other in sharding.others() if is_reader else ():
             shards = [Shard(at, other.shards) for at in sharding.sources(rank, other)]
             sources.append([sealed(each, redis.of(each)) for each in shards])
         store: Tier = redis
-        if config.tiers.front_disk_bytes:
-            front = open_disk(config, parallel, namespace.name, own, config.tiers.front_disk_bytes)
+        if config.tiers.disk_bytes:
+            front = open_disk(config, parallel, namespace.name, own, config.tiers.disk_bytes)
             store = StackedTier(front, redis)
     else:
         shard = own

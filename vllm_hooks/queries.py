@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
-from manthan.manager.config.registered import choose_policy
+from manthan.manager.config.resolve import choose_policy
 from manthan.manager.events import FIRST_BLOCKS
 from manthan.manager.listing import Listing, Query
 from manthan.vllm_hooks.http.models import (

@@ -37,7 +37,7 @@ from vllm.v1.request import Request
 
 from manthan.codec.registry import finer_codecs, needs_profile
 from manthan.manager.config.profiles import CALIBRATED
-from manthan.manager.config.registered import choose_policy
+from manthan.manager.config.resolve import choose_policy
 from manthan.manager.driver import Driver
 from manthan.manager.events import Events
 from manthan.manager.guard import Choice, Guard
@@ -49,7 +49,7 @@ from manthan.manager.session.persist import JournalLink, RedisLink
 from manthan.manager.session.prefetch import LEAD_S, lead_s
 from manthan.manager.session.table import SessionState, Shares
 from manthan.manager.sweeper import Sweeper
-from manthan.manager.tiers.redis_schema import FALL
+from manthan.manager.tiers.redis import FALL
 from manthan.manager.transfer import on_each
 from manthan.vllm_hooks.compat import Core, Lookups, VllmPool, replace_waiting, tokens_to_load, under_construction
 from manthan.vllm_hooks.events import KvEvents

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manthan.codec.registry import needs_profile
-from manthan.manager.tiers.shards import Shard
+from manthan.manager.tiers.joined import Shard
 from manthan.vllm_hooks.support import has_draft
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
 

@@ -5,9 +5,8 @@ import math
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from manthan.manager.config.model import FIELDS
-from manthan.manager.config.registered import check_registered
-from manthan.manager.config.resolve import ARGUMENT, DEFAULT, ManthanConfig, kind_of_source, resolve_config
+from manthan.manager.config.model import FIELDS, ManthanConfig
+from manthan.manager.config.resolve import ARGUMENT, DEFAULT, check_registered, kind_of_source, resolve_config
 
 if TYPE_CHECKING:
     from vllm import EngineArgs

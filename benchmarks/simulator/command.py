@@ -18,10 +18,9 @@ from rich.table import Table
 from manthan.benchmarks.simulator.engine import Setup, replay
 from manthan.benchmarks.simulator.one_cache import clairvoyant, one_cache
 from manthan.benchmarks.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TracedRequest, TraceError, read_trace
-from manthan.manager.commands.console import make_console
+from manthan.manager.commands import make_console
 from manthan.manager.config.model import PolicyConfig
-from manthan.manager.config.registered import ChosenPolicy, choose_policy
-from manthan.manager.config.resolve import ConfigError, resolve_config
+from manthan.manager.config.resolve import ChosenPolicy, ConfigError, choose_policy, resolve_config
 from manthan.policies import BadPolicyError, EvictionPolicy, PolicyOptions, UnknownPolicyError
 
 _UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from manthan.manager.config.sentences import first_mistake, must_be
+from manthan.manager.config.resolve import first_mistake, must_be
 from manthan.manager.session.hints import LONGEST_S, NO_HINTS, SECONDS, TOOL_NAME, Hints, PrintableName
 
 MOONCAKE_BLOCK_TOKENS = 512

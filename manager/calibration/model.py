@@ -99,7 +99,10 @@ class ModelReader:
         weights = [_Weights(info) for _ in range(info.layers)]
         with _seen(self._model) as seen:
             for number, piece in enumerate(pieces):
-                layers = self._read(builder, piece, info)
+                layers = self._cache(piece, info)
+                for layer, found in enumerate(layers):
+                    parts = [_numpy(x[0]) for x in (found.keys, found.values)[: len(info.kinds)]]
+                    builder.add(layer, np.arange(len(piece)), *(_heads(x, info) for x in parts))
                 if weigh:
                     gradients = self._feel(weights, piece, layers, number)
                     metrics = [each.with_directions(*_directions(*seen[n], info)) for n, each in enumerate(weights)]
@@ -143,14 +146,6 @@ class ModelReader:
         logits = self._model(torch.tensor([ids], device=self._device), past_key_values=cache).logits[0]
         return logits.float().log_softmax(-1)
 
-    def _read(self, builder: ProfileBuilder, ids: list[int], info: ProfileInfo) -> list[Any]:
-        """Add the cache of a piece to the builder. Return the cache's layers."""
-        layers = self._cache(ids, info)
-        for layer, found in enumerate(layers):
-            parts = [_numpy(x[0]) for x in (found.keys, found.values)[: len(info.kinds)]]
-            builder.add(layer, np.arange(len(ids)), *(_heads(x, info) for x in parts))
-        return layers
-
     @torch.no_grad()
     def _cache(self, ids: list[int], info: ProfileInfo) -> list[Any]:
         """Return the layers of the cache of a piece. Transformers stores latents as keys, and RoPE's part as values."""
@@ -169,8 +164,8 @@ class ModelReader:
     ) -> list[list[list[Floats]]]:
         """Add to `weights` gradients of drawn tokens' log-probabilities with respect to the cache of earlier tokens.
 
-        Returns the gradients by layer, draw and kind (keys, values), [tokens, C]. The first SINKS tokens are left out:
-        they outweigh all others, and are kept exact.
+        Return the gradients by layer, draw and kind (keys, values), [tokens, C]. The first SINKS tokens are left out,
+        because they outweigh all others, and are kept exact.
         """
         cut, kinds = len(ids) - len(ids) // ASKED, weights[0].kinds
         prefix = [[x[:, :, :cut].detach() for x in (layer.keys, layer.values)] for layer in layers]

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from manthan.codec.calibration import ProfileBuilder
 from manthan.codec.errors import NonFiniteError, ProfileError
 from manthan.codec.profile import LEVELS, Profile
-from manthan.manager.commands.console import make_console
+from manthan.manager.commands import make_console
 from manthan.manager.config.profiles import profile_path
 
 NEEDED = ("torch", "transformers", "safetensors")

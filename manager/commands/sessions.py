@@ -15,8 +15,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from manthan.manager.commands.console import make_console
-from manthan.manager.config.sentences import human_bytes
+from manthan.manager.commands import make_console
+from manthan.manager.config.resolve import human_bytes
 from manthan.manager.listing import Sort
 from manthan.manager.session.table import qualified
 
@@ -107,19 +107,17 @@ def _ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
 
 
 def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Send a request to Manthan's API, with the API key of VLLM_API_KEY.
+    """Send a request to Manthan's API, with the API key of VLLM_API_KEY. Return the answer's JSON; see /docs.
 
     Args:
         url: address of vLLM's server, with or without /v1.
         path: path below /manthan, such as /sessions.
         body: JSON object to POST; None for a GET.
 
-    Returns: the answer's JSON; the server's /docs has the fields.
-
     Raises: AskError for a refusal, or if no server with Manthan answers.
     """
-    headers, key = {"Content-Type": "application/json"}, os.environ.get(KEY_ENV)
-    if key:
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(KEY_ENV):
         headers["Authorization"] = f"Bearer {key}"
     try:
         address = f"{url.rstrip('/').removesuffix('/v1')}/manthan{path}"
@@ -139,11 +137,7 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
 
 
 def measuring(store: Mapping[str, Any]) -> str:
-    """Return the progress of measuring the configured codec's loss, before its first use; empty if none is under way.
-
-    Args:
-        store: field `store` of the API's state.
-    """
+    """Return the progress of measuring the configured codec's loss; empty if none is under way. store: see the API."""
     if not (waits := store["measuring"]):
         return ""
     return f"{waits['codec']} measured on {waits['blocks']} of {waits['of']} blocks; {store['codec']} until then"

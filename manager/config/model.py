@@ -151,13 +151,11 @@ class RedisConfig(_Model):
 
 
 class TiersConfig(_Model):
-    """Tiers of the cold store, which has the KV of idle sessions, with the bytes of each.
+    """Tiers of the cold store, which has the KV of idle sessions, with the bytes of each; see docs/configuration.md.
 
-    kind: tier with the budget max_bytes. host is RAM, page-locked if there is a GPU; device is GPU memory; disk is a
-    folder of a local file system; redis is a Redis server. host_bytes: RAM in a second tier. Behind device, this RAM
-    has the blocks that no longer fit into GPU memory. In front of disk or redis, it has copies of recently stored or
-    read blocks. disk_bytes: disk in front of redis, for further copies. pinned_share: share of the budget for sessions
-    that clients pin. drain_s: seconds after SIGTERM to save idle sessions.
+    host_bytes: RAM in a second tier. Behind device, this RAM has the blocks that no longer fit into GPU memory. In
+    front of disk or redis, it has copies of recently stored or read blocks. disk_bytes: disk in front of redis, for
+    further copies. drain_s: seconds after SIGTERM to save idle sessions.
     """
 
     shorthand = "kind"
@@ -176,7 +174,7 @@ class TiersConfig(_Model):
     @property
     def places(self) -> Sequence[str]:
         """Names of the tier of `kind` and of the tiers in front, the fastest first. RAM behind device is left out."""
-        front = {"host": self.front_bytes, "disk": self.front_disk_bytes}
+        front = {"host": self.front_bytes, "disk": self.disk_bytes}
         return (*(tier for tier, nbytes in front.items() if nbytes), self.kind)
 
     @cached_property
@@ -203,11 +201,6 @@ class TiersConfig(_Model):
     def front_bytes(self) -> int:
         """Bytes of RAM in front of a disk or Redis; 0 for none."""
         return self.host_bytes if self.is_lasting else 0
-
-    @property
-    def front_disk_bytes(self) -> int:
-        """Bytes of disk in front of Redis; 0 for none."""
-        return self.disk_bytes if self.is_shared else 0
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:

@@ -47,9 +47,8 @@ def choose_codec(
         has_latents: True if the model caches latents (MLA), which are the same on all ranks. AUTO is then PLAIN unless
             a profile is configured, because no calibrated codec was tried on a trained model with latents.
 
-    Raises:
-        ConfigError: A needed profile is missing, cannot be read, or is for another number of ranks. Or a profile is
-            configured, and the codec needs none.
+    Raises: ConfigError if a needed profile is missing, cannot be read, or is for another number of ranks; or if a
+        profile is configured, and the codec needs none.
     """
     is_auto = config.name == AUTO
     name = CALIBRATED if is_auto else config.name
@@ -86,7 +85,6 @@ def check_profile(chosen: ChosenCodec, model: str, layers: int, heads: int, head
     """Raise ConfigError if the profile was made for another shape of KV.
 
     Args:
-        layers: Number of layers.
         heads: Number of KV heads on all ranks together; of a latent, the number of pieces that codecs cut it into.
         head_dim: Count of numbers in a head, or in a piece of a latent.
         latent: Count of numbers in a token's latent (MLA); 0 for a model that caches keys and values.
@@ -111,26 +109,20 @@ def _command(model: str, ranks: int) -> str:
     return f"manthan calibrate {model}" + (f" --tensor-parallel-size {ranks}" if ranks > 1 else "")
 
 
-# -- paths ------------------------------------------------------------------------------------------------
-
-
-def profiles_folder() -> Path:
-    """Return $XDG_CACHE_HOME/manthan/profiles, or ~/.cache/manthan/profiles."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "manthan" / "profiles"
-
-
 def profile_path(model: str, ranks: int = 1, revision: str | None = None) -> Path:
-    """Return the path of a model's profile for `ranks` tensor-parallel ranks. Arguments: see `choose_codec`."""
+    """Return the path of a model's profile for `ranks` tensor-parallel ranks. Arguments: see `choose_codec`.
+
+    The folder is $XDG_CACHE_HOME/manthan/profiles, or ~/.cache/manthan/profiles.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manthan" / "profiles"
     slug = re.sub(r"[^A-Za-z0-9]+", "-", Path(model).name if Path(model).exists() else model).strip("-").lower()
     split = f"-tp{ranks}" if ranks > 1 else ""
-    return profiles_folder() / f"{slug}-{_identity(model, revision)[:16]}{split}.safetensors"
+    return folder / f"{slug}-{_identity(model, revision)[:16]}{split}.safetensors"
 
 
 def has_weights(model: str, revision: str | None = None) -> bool:
     """True if the model's weights are on this machine, so that the path of its profile depends on them."""
-    folder = model_folder(model, revision)
-    return folder is not None and bool(_weights(folder))
+    return bool((folder := model_folder(model, revision)) and _weights(folder))
 
 
 def _identity(model: str, revision: str | None) -> str:
@@ -151,11 +143,8 @@ def _weights(folder: Path) -> list[Path]:
 @lru_cache
 def _content(path: Path, changed: int) -> str:
     """Digest of a file. changed: time of the file's last change, in ns, so that no outdated digest is returned."""
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while part := file.read(2**24):
-            digest.update(part)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def model_folder(model: str, revision: str | None) -> Path | None:

@@ -2,25 +2,30 @@
 
     config, sources = resolve_config("configs/default.yaml", flags={"--manthan-idle-after": 60})
 
-A mistake raises ConfigError. The message is a sentence with source, key and value, and says what would be right.
+A mistake raises ConfigError. The message is a sentence with source, key and value, and says what would be right. Names
+and options are checked against the registries of policies, codecs and tiers by `check_registered`.
 """
 
+import difflib
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from pydantic import ValidationError
+from pydantic import ByteSize, ValidationError
 
-from manthan.manager.config.model import FIELDS, FLAGS, GROUPS, REDIS_PASSWORD, ConfigError, ManthanConfig
-from manthan.manager.config.sentences import first_mistake, must_be, nearest
+from manthan.codec import codec_names
+from manthan.manager.config.model import FIELDS, FLAGS, GROUPS, REDIS_PASSWORD, ConfigError, ManthanConfig, PolicyConfig
+from manthan.manager.config.profiles import AUTO
+from manthan.manager.tiers.tier import TIER_KINDS
+from manthan.policies import BadPolicyError, EvictionPolicy, PolicyOptions, get_policy, policy_names
 
-__all__ = ["FLAG_KEYS", "ConfigError", "ManthanConfig", "Resolved", "resolve_config"]
+__all__ = ["ConfigError", "ManthanConfig"]  # imported here, for other modules
 
 logger = logging.getLogger("vllm.manthan")
 
@@ -46,7 +51,7 @@ LONG_UNSAVED_S = 30  # most seconds of idle.after_s without a warning at start-u
 
 
 class Resolved(NamedTuple):
-    """Configuration. sources: by dotted key, the name of the flag, variable or file with the value, or `default`.
+    """Configuration, and by dotted key the source of each value: the name of a flag, variable or file, or `default`.
 
     The source is `argument` for a value that `resolve_config` got in `flags` by its dotted key.
     """
@@ -56,11 +61,11 @@ class Resolved(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """Value of a key, and its source; see `Resolved`. old: the key's old name if the source has it, else empty."""
+    """Value of a key, and its source; see `Resolved`."""
 
     value: object
     source: str
-    old: str = ""
+    old: str = ""  # the key's old name if the source has it
 
 
 def resolve_config(
@@ -199,3 +204,118 @@ def _sentence(error: ValidationError, given: Mapping[str, _Given]) -> str:
         key = key.rpartition(".")[0]
     value, source, _ = given[key]
     return f"{source}: {must_be(key, FIELDS[key].description, value)}"
+
+
+# -- names and options --------------------------------------------------------------------------------------
+
+
+class ChosenPolicy(NamedTuple):
+    """Class of the configured policy, and the options to make it with."""
+
+    policy: type[EvictionPolicy]
+    options: PolicyOptions
+
+
+def check_registered(resolved: Resolved) -> None:
+    """Raise ConfigError for an unknown policy, codec or kind of tier, or a policy that cannot be loaded.
+
+    Raise it also for an unknown option of the policy, or a wrong value of one.
+    """
+    config, sources = resolved
+    for key, what, name, valid in (
+        ("policy.name", "policy", config.policy.name, policy_names()),
+        ("codec.name", "codec", config.codec.name, [*codec_names(), AUTO]),
+        ("tiers.kind", "cold store", config.tiers.kind, TIER_KINDS),
+    ):
+        if name not in valid:
+            raise ConfigError(f"{_source(sources, key)}unknown {what} '{name}'{nearest(name, valid)}")
+    choose_policy(config.policy, sources)
+
+
+def choose_policy(config: PolicyConfig, sources: Mapping[str, str] | None = None) -> ChosenPolicy:
+    """Return a configuration's policy and options. Raises UnknownPolicyError, ConfigError.
+
+    Args:
+        sources: Source of each key's value, as in `Resolved`, which the message of a ConfigError names.
+    """
+    sources = sources or {}
+    try:
+        policy = get_policy(config.name)
+        return ChosenPolicy(policy, policy.Options.model_validate(config.options))
+    except BadPolicyError as error:
+        raise ConfigError(f"{_source(sources, 'policy.name')}{error}") from error
+    except ValidationError as error:
+        raise ConfigError(_option_sentence(error, config, policy, sources)) from None
+
+
+def _option_sentence(
+    error: ValidationError, config: PolicyConfig, policy: type[EvictionPolicy], sources: Mapping[str, str]
+) -> str:
+    fields = policy.Options.model_fields
+    if unknown := next((option for option in config.options if option not in fields), None):
+        key, hint = f"policy.{unknown}", nearest(unknown, fields)
+        return f"{_source(sources, key)}{key} is no option of policy {config.name}{hint}"
+    first = first_mistake(error)
+    if not first.key:  # from a validator that compares several options
+        written = ", ".join(dict.fromkeys(s for key, s in sources.items() if key.startswith("policy.")))
+        return f"{f'{written}: ' if written else ''}policy {config.name}: {first.said}"
+    option = first.field
+    field = fields.get(option)
+    right = field.description if field and field.description else f"what {config.name} takes ({first.said})"
+    if first.kind == "missing":
+        return f"{_source(sources, 'policy.name')}policy {config.name} needs policy.{option}: {right}"
+    return _source(sources, f"policy.{option}") + must_be(f"policy.{option}", right, config.options[option])
+
+
+def _source(sources: Mapping[str, str], key: str) -> str:
+    return f"{sources[key]}: " if key in sources else ""
+
+
+# -- sentences about mistakes ---------------------------------------------------------------------------------
+
+
+class Mistake(NamedTuple):
+    """First error that pydantic found."""
+
+    key: str  # dotted; empty if the error is from a validator that compares several keys
+    value: object
+    kind: str  # pydantic's type of the error, such as "missing"
+    said: str  # message of pydantic, or of a validator of Manthan
+
+    @property
+    def field(self) -> str:
+        """First part of the key; of a flat model, the field's name."""
+        return self.key.partition(".")[0]
+
+
+def first_mistake(error: ValidationError) -> Mistake:
+    """Return the first error only, because people mend one error after the other."""
+    first = error.errors()[0]
+    key = ".".join(map(str, first["loc"]))
+    return Mistake(key, first["input"], first["type"], first["msg"].removeprefix("Value error, "))
+
+
+def written(value: object) -> str:
+    return "empty" if value is None else repr(value)
+
+
+def must_be(key: str, right: str | None, value: object, show: Callable[[object], str] = written) -> str:
+    """Return the sentence about a wrong value. right: completes "KEY must be". show: returns the value as text."""
+    shown = show(value)
+    if key == "tiers.redis.url" and re.search("[@?]", str(value)):  # the value may have a password
+        shown = "a URL with '@' or '?' in it"
+    return f"{key} must be {right}, not {shown}"
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Return ` (did you mean 'x'?)` with the valid name nearest to `name`; if none is near, all valid names."""
+    valid = sorted(valid)
+    if not valid:
+        return " (there are none)"
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f" (did you mean '{close[0]}'?)" if close else f" (valid: {', '.join(valid)})"
+
+
+def human_bytes(nbytes: int) -> str:
+    """Return a readable size, such as 1.6MiB."""
+    return ByteSize(nbytes).human_readable()

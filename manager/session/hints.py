@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from manthan.manager.config.model import QUALITY, Quality
-from manthan.manager.config.sentences import first_mistake, must_be, nearest
+from manthan.manager.config.resolve import first_mistake, must_be, nearest
 from manthan.manager.events import DropCause, Pinned
 from manthan.manager.session.blocks import Rows
 from manthan.manager.session.table import Session

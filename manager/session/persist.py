@@ -20,7 +20,7 @@ from manthan.manager.session.blocks import NO_GROUP, NO_ROWS, NOBODY, FrontTier,
 from manthan.manager.session.manager import Request, SessionManager
 from manthan.manager.session.table import ResumePoint, Session
 from manthan.manager.tiers.journal import GONE, Journal, JournalBlock, JournalPoint, JournalSession, SavedBlocks
-from manthan.manager.tiers.redis_schema import iso, sample, shared_blocks
+from manthan.manager.tiers.redis import iso, sample, shared_blocks
 from manthan.manager.tiers.redis_sessions import LookupResult, RedisSessions, SessionRecord
 from manthan.manager.transfer import on_each
 

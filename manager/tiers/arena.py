@@ -2,11 +2,8 @@
 
 An extent is a run of addresses of a block. A hole is a run of free addresses. A block gets one extent if any hole is
 large enough: in the smallest large enough hole, and among equal holes in the lowest. Else the block gets several
-extents, in the largest holes first, so that all free bytes can be used. Rounding wastes less than GRANULE bytes a
-block. If all blocks have the same size, each has one extent.
-
-In an arena filled to the last byte with blocks of many sizes, a block can lie in hundreds of extents. With a fiftieth
-of the bytes free, a block lies in one or two; see `usable`.
+extents, in the largest holes first, so that all free bytes can be used. In an arena filled to the last byte with blocks
+of many sizes, a block can lie in hundreds of extents. With a fiftieth of the bytes free, it lies in one or two.
 """
 
 from bisect import bisect_left, insort
@@ -47,18 +44,15 @@ def split(extents: Iterable[Extent], nbytes: int) -> tuple[tuple[Extent, ...], l
 class Arena:
     """Record of the free addresses in a range from 0 on. It has no memory at the addresses. Not thread-safe.
 
-    Args:
-        nbytes: Number of addresses, rounded down to a multiple of GRANULE. `join` adds more addresses.
+    nbytes: number of addresses, rounded down to a multiple of GRANULE. `join` adds more addresses.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = 0  # number of addresses
-        self.available = 0  # number of free bytes, in all holes
-        # Size of a hole by its start, start of a hole by its end, and (size, start) of all holes, sorted. Two holes
-        # never touch each other.
-        self._size_at: dict[int, int] = {}
-        self._start_before: dict[int, int] = {}
-        self._holes: list[tuple[int, int]] = []
+        self.available = 0  # number of free bytes, in all holes. Two holes never touch each other
+        self._size_at: dict[int, int] = {}  # by start of a hole
+        self._start_before: dict[int, int] = {}  # by end of a hole
+        self._holes: list[tuple[int, int]] = []  # size and start of each, sorted
         self._end = 0
         self.join(Extent(0, nbytes))
 
@@ -75,8 +69,7 @@ class Arena:
 
     def allocate(self, nbytes: int) -> tuple[Extent, ...] | None:
         """Take room(nbytes) bytes. Return their extents; None if fewer bytes are free."""
-        found = self.allocate_some(nbytes, 1)
-        return found[0] if found else None
+        return next(iter(self.allocate_some(nbytes, 1)), None)
 
     def allocate_some(self, nbytes: int, count: int) -> list[tuple[Extent, ...]]:
         """Return the extents of up to `count` blocks of `nbytes` bytes each, as repeated calls of `allocate` would.

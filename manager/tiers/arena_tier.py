@@ -21,24 +21,15 @@ CHUNK = 64 << 20  # bytes of memory that RamTier allocates at once, on demand
 
 @dataclass(slots=True, eq=False)
 class Placed:
-    """Stored block and its addresses, or a cut-off end of a block and the end's addresses.
-
-    Args:
-        nbytes: Size of the block, without headers that the tier adds; 0 for a cut-off end.
-        digest: Checksum of the block, in a disk tier only; None if unknown, because the block was cut.
-        sequence: Sequence number of the write, in a disk tier only.
-        is_dropped: True if the block was dropped, or was cut and has another `Placed` now.
-        inner: Offset, in bytes, at which each part but the last ends; see `tier.part_ends`.
-        cut: For a cut-off end, the name of its block, and the `Placed` of the parts that stay; else None.
-    """
+    """Stored block and its addresses, or a cut-off end of a block and the end's addresses."""
 
     extents: tuple[Extent, ...]
-    nbytes: int
-    digest: int | None = 0
-    sequence: int = 0
-    is_dropped: bool = False
-    inner: tuple[int, ...] = ()
-    cut: "tuple[BlockName, Placed] | None" = None
+    nbytes: int  # of the block, without headers that the tier adds; 0 for a cut-off end
+    digest: int | None = 0  # checksum of the block, in a disk tier only; None if unknown, because the block was cut
+    sequence: int = 0  # number of the write, in a disk tier only
+    is_dropped: bool = False  # True if the block was dropped, or was cut and has another `Placed` now
+    inner: tuple[int, ...] = ()  # offset, in bytes, at which each part but the last ends; see `tier.part_ends`
+    cut: "tuple[BlockName, Placed] | None" = None  # of an end: its block, and `Placed` of the parts that stay
 
 
 class ArenaTier(Tier):
@@ -47,9 +38,7 @@ class ArenaTier(Tier):
     The bytes of a dropped block, or of a cut-off end, count as free at once. They are erased on a thread, or by a put
     that needs the room. Their addresses are used again only after the erasure.
 
-    Args:
-        max_bytes: Budget, never exceeded.
-        arena: Addresses that blocks can get.
+    max_bytes: budget, never exceeded. arena: addresses that blocks can get.
     """
 
     can_trim = True
@@ -71,8 +60,7 @@ class ArenaTier(Tier):
         """Write a block. Return the cause of a failure, or None. A disk tier sets digest and sequence of `placed`."""
 
     @abstractmethod
-    def _erase(self, extents: tuple[Extent, ...]) -> None:
-        """Erase the bytes at these addresses."""
+    def _erase(self, extents: tuple[Extent, ...]) -> None: ...
 
     def _shorten(self, name: BlockName, placed: Placed) -> None:
         """Write the new size of a cut block to the medium, before the cut-off end is erased. Do nothing in RAM."""
@@ -177,13 +165,6 @@ class ArenaTier(Tier):
         placed.is_dropped = True
         self._dropped.append(placed)
 
-    def _take(self, nbytes: int) -> tuple[Extent, ...] | None:
-        if self._arena.used + nbytes > self.max_bytes:  # a disk's file from an earlier, larger budget has more room
-            return None
-        extents = self._arena.allocate(nbytes)
-        self.peak = max(self.peak, self._arena.used)
-        return extents
-
     def _erase_soon(self) -> None:
         if self._dropped and self._eraser is None:
             self._eraser = threading.Thread(target=self._erase_all, name="manthan-erase", daemon=True)
@@ -192,15 +173,17 @@ class ArenaTier(Tier):
     # -- without the lock -------------------------------------------------------------------------------
 
     def _allocate(self, nbytes: int) -> tuple[Extent, ...] | None:
+        """Return the addresses of `nbytes` bytes; None if they do not fit. Erase dropped blocks as needed."""
+        can_erase = True
         while True:
             with self._lock:
-                extents = self._take(nbytes)
-                needs = self._arena.available + self._dropped_nbytes >= nbytes
-            if extents is not None or not needs:
-                return extents
-            if not self._erase_one():  # another thread has erased the last dropped block meanwhile
-                with self._lock:
-                    return self._take(nbytes)
+                fits = self._arena.used + nbytes <= self.max_bytes  # a file of an earlier budget may have more room
+                if fits and (extents := self._arena.allocate(nbytes)) is not None:
+                    self.peak = max(self.peak, self._arena.used)
+                    return extents
+                if not can_erase or self._arena.available + self._dropped_nbytes < nbytes:
+                    return None
+            can_erase = self._erase_one()  # False if another thread has erased the last dropped block
 
     def _erase_one(self) -> bool:
         """Erase the block, or the cut-off end, that was dropped first. Return False if there is none."""

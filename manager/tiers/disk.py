@@ -1,7 +1,10 @@
-"""Tier in a folder of a local file system. The blocks outlive the process.
+"""Tier in a folder of a local file system, whose blocks outlive the process; and the folder of all ranks.
 
     FOLDER/lock      locked by the process that uses the folder
     FOLDER/blocks    one sparse file of records
+
+docs/disk.md lists the files of all ranks. The file `lock` of their folder has the ids of the process that locked the
+folder, and of this process's parent.
 
 A record is a header, and a body: a compressed block. A record begins at a multiple of PAGE. The header has HEADER
 bytes, little-endian:
@@ -27,33 +30,42 @@ blocks that no session needs.
 """
 
 import errno
+import fcntl
 import logging
 import os
+import re
+import shutil
 import struct
+import tempfile
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import chain, islice, pairwise
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import xxhash
 
+from manthan.manager.config.model import ConfigError
 from manthan.manager.pool import BlockName
 from manthan.manager.sparing import Sparing
 from manthan.manager.tiers import arena
 from manthan.manager.tiers.arena import Arena, Extent
-from manthan.manager.tiers.arena_tier import ArenaTier, Placed
+from manthan.manager.tiers.arena_tier import ArenaTier, Placed, RamTier
 from manthan.manager.tiers.disk_files import erase, lock, make_folder, open_file, sync_folder, write_all
+from manthan.manager.tiers.joined import Shard
+from manthan.manager.tiers.journal import JOURNAL
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found
 from manthan.manager.transfer import STORE_DOWN
 
 logger = logging.getLogger("vllm.manthan.disk")
 
-FILE = "blocks"
+BLOCKS, LOCK = "blocks", "lock"
 PAGE = 4096  # unit of allocation, and of holes, in file systems
 HEADER, MOST_EXTENTS, MOST_KEY, MOST_INNER = 512, 24, 64, 4
 MAGIC, VERSION = b"MNDB", 1
@@ -80,6 +92,13 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
+class FolderBusyError(ConfigError):
+    """Error: another server uses the folder."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"tiers.disk.path is {str(path)!r}, which another server uses: give each a folder of its own.")
+
+
 class DiskTier(ArenaTier):
     """Tier of a rank in a folder on disk. A missing folder is made.
 
@@ -93,9 +112,9 @@ class DiskTier(ArenaTier):
     """
 
     def __init__(self, folder: Path, max_bytes: int, timeout_s: float = 10.0, is_left: bool = False) -> None:
-        self.folder, self._path, self._timeout_s = folder, folder / FILE, timeout_s
+        self.folder, self._path, self._timeout_s = folder, folder / BLOCKS, timeout_s
         make_folder(folder)
-        self._folder_lock = lock(folder / "lock", is_left)
+        self._folder_lock = lock(folder / LOCK, is_left)
         self._fd = open_file(self._path)
         sync_folder(folder)
         weakref.finalize(self, os.close, self._fd)  # not before the last thread has finished
@@ -107,13 +126,13 @@ class DiskTier(ArenaTier):
         self._is_dirty, self._is_apart, self._sparing = True, False, Sparing(QUIET_S)
         self._readers = ThreadPoolExecutor(READERS, "manthan-disk-read")
         self._writers = ThreadPoolExecutor(WRITERS, "manthan-disk-write")
-        self._stuck: Future[list[Found]] | Future[str | None] | None = None  # the job that was last given up
+        self._stuck: Future[Any] | None = None  # the job that was last given up
         self._closing = threading.Event()
         self._syncer = threading.Thread(target=self._sync_regularly, name="manthan-disk-sync", daemon=True)
         self._syncer.start()
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
-        if self._closing.is_set() or self._is_stuck:
+        if self._is_down:
             return dict.fromkeys(blocks, STORE_DOWN)
         jobs = {key: self._writers.submit(self._put, (group, key), buf) for key, buf in blocks.items()}
         causes: dict[bytes, str | None] = {}
@@ -137,7 +156,7 @@ class DiskTier(ArenaTier):
         ahead: deque[Future[list[Found]]] = deque()
         try:
             while done < len(keys):
-                if self._closing.is_set() or self._is_stuck:
+                if self._is_down:
                     yield from [STORE_DOWN] * (len(keys) - done)
                     return
                 ahead += [self._readers.submit(self._read_run, run) for run in islice(runs, AHEAD - len(ahead))]
@@ -184,14 +203,15 @@ class DiskTier(ArenaTier):
     # -- threads ----------------------------------------------------------------------------------------
 
     @property
-    def _is_stuck(self) -> bool:
-        return self._stuck is not None and not self._stuck.done()
+    def _is_down(self) -> bool:
+        return self._closing.is_set() or (self._stuck is not None and not self._stuck.done())
 
     def _read_run(self, names: Sequence[BlockName]) -> list[Found]:
-        placed = map(self._blocks.get, names)
-        return [None if each is None else self._read(each) for each in placed]
+        return [self._read(name) for name in names]
 
-    def _read(self, placed: Placed) -> Found:
+    def _read(self, name: BlockName) -> Found:
+        if (placed := self._blocks.get(name)) is None:
+            return None
         try:
             body = self._read_body(placed)
         except OSError as error:
@@ -293,6 +313,135 @@ class DiskTier(ArenaTier):
             logger.warning("Manthan: %s: %s%s", self._path, of, f" ({count} times)" if count > 1 else "")
 
 
+class NoTier(RamTier):
+    """Tier that stores nothing, for a disk that cannot be used."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
+        return dict.fromkeys(blocks, DISK)
+
+
+def check_folder(path: str, patience_s: float = 0.0) -> None:
+    """Raise ConfigError if a folder is missing, may not be written to by this user, or is used by another server.
+
+    patience_s: Most seconds to wait until the folder is free, because processes of a killed server may end later.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        why = "that is no folder" if folder.exists() else "there is no such folder"
+        raise ConfigError(f"tiers.disk.path is {path!r}, but {why}: name one that is there, on a local file system.")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise ConfigError(
+                f"tiers.disk.path is {path!r}, but nothing can be written there ({error.strerror}): name a folder that "
+                "this user may write to."
+            ) from None
+        logger.warning("Manthan: nothing can be written to %s now: %s", path, error.strerror)
+    until = time.monotonic() + patience_s
+    for held in (folder / LOCK, *folder.glob(f"replica-*/{LOCK}")):
+        while not _is_ours(held):
+            if time.monotonic() >= until:
+                raise FolderBusyError(folder)
+            time.sleep(0.1)
+
+
+def open_root(path: Path) -> IO[bytes] | None:
+    """Lock the folder of `tiers.disk.path` for this process. Make a missing folder. Raises FolderBusyError.
+
+    Returns: the lock's file, locked until closed; None if no file can be made.
+    """
+    try:
+        if not path.is_dir():
+            make_folder(path)
+        file = lock(path / LOCK)
+    except BlockingIOError:
+        raise FolderBusyError(path) from None
+    except OSError as error:
+        logger.warning("Manthan: %s cannot be locked: %s", path, error)
+        return None
+    with suppress(OSError):  # a full disk
+        file.truncate(0)
+        file.write(f"{os.getpid()} {os.getppid()}\n".encode())
+    return file
+
+
+def open_rank(path: Path, name: str, shard: Shard, max_bytes: int, is_left: bool = False) -> ArenaTier:
+    """Return the tier of a rank, or NoTier if the disk cannot be used. Raises FolderBusyError.
+
+    path: Folder that `open_root` locks. name: Namespace, and folder in `path`. shard: Part of each block that the rank
+    stores. is_left: See `DiskTier`.
+    """
+    try:
+        if not path.is_dir():
+            make_folder(path)
+        make_folder(path / name)
+        return DiskTier(path / name / f"rank-{shard}", max_bytes, is_left=is_left)
+    except BlockingIOError:
+        raise FolderBusyError(path) from None
+    except OSError as error:
+        logger.warning("Manthan: %s cannot be used: nothing is kept on this disk: %s", path / name, error)
+        return NoTier()
+
+
+def counts_in(folder: Path) -> list[int]:
+    """Return each number of ranks, sorted, with which a server has stored blocks in the folder of a namespace."""
+    return sorted({int(each.parent.name.rpartition("-")[2]) for each in folder.glob(f"rank-*-of-*/{BLOCKS}")})
+
+
+def found_in(folder: Path, shard: Shard) -> dict[BlockName, list[int]]:
+    """Return the bytes that each stored block of a rank takes, even if another process has the rank's tier open.
+
+    A block's list has the bytes of its first part, of its first two parts, and so on to all; see `tier.part_ends`.
+
+    folder: Folder of a namespace. shard: Shard of each block that the rank stores.
+    """
+    with suppress(OSError), open(folder / f"rank-{shard}" / BLOCKS, "rb") as file:
+        records = records_in(file.fileno())
+        return {name: [room(end) for end in (*placed.inner, placed.nbytes)] for name, placed in records.items()}
+    return {}
+
+
+def remove_others(path: Path, name: str, counts: Container[int]) -> dict[str, int]:
+    """Remove Manthan's folders of other namespaces than `name`, and in `name` those of other numbers of ranks.
+
+    counts: Numbers of ranks with which stored blocks can be read.
+
+    Returns: Bytes of each removed folder, by name relative to `path`.
+    """
+    gone = [
+        folder for of in counts_in(path / name) if of not in counts for folder in path.glob(f"{name}/rank-*-of-{of}")
+    ]
+    for other in path.glob("*"):
+        is_named = other.is_dir() and re.fullmatch(r".+-[0-9a-f]{12}", other.name) and other.name != name
+        if is_named and ((other / JOURNAL).exists() or any(other.glob(f"rank-0*/{LOCK}"))):
+            gone.append(other)
+    removed = {}
+    for folder in gone:
+        files = (file for file in folder.rglob("*") if file.is_file())
+        removed[str(folder.relative_to(path))] = sum(file.stat().st_size for file in files)
+        shutil.rmtree(folder, ignore_errors=True)
+    return removed
+
+
+def _is_ours(path: Path) -> bool:
+    """True if the file is not locked, or cannot be opened, or if this process, a child or a sibling has locked it."""
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                holder, *parents = file.read(64).decode(errors="replace").split() or [""]
+    except OSError:
+        return True  # `open_root` tells why
+    return holder == str(os.getpid()) or bool({*parents} & {str(os.getpid()), str(os.getppid())})
+
+
 # -- the file -------------------------------------------------------------------------------------------
 
 
@@ -324,14 +473,13 @@ def _scanned(fd: int) -> Iterator[tuple[BlockName, Placed]]:
             if error.errno == errno.ENXIO:  # holes to the end
                 return
             raise
-        record = _parsed(os.pread(fd, HEADER, at), at)
-        if record is not None:
+        if record := _parsed(os.pread(fd, HEADER, at), at):
             yield record
             at += record[1].extents[0].nbytes
-            continue
-        some = os.pread(fd, SCAN_BYTES, at)
-        at += next((page for page in range(PAGE, len(some), PAGE) if some.startswith(MAGIC, page)), _pages(len(some)))
-        if not some:
+        elif some := os.pread(fd, SCAN_BYTES, at):
+            pages = range(PAGE, len(some), PAGE)
+            at += next((page for page in pages if some.startswith(MAGIC, page)), _pages(len(some)))
+        else:
             return
 
 

@@ -69,12 +69,7 @@ def open_file(path: Path) -> int:
 
 
 def lock(path: Path, is_shared: bool = False) -> IO[bytes]:
-    """Open a file by `open_file`, and lock it.
-
-    Args:
-        is_shared: True for a lock that several processes may hold at once.
-
-    Returns: the file, locked until closed.
+    """Open a file by `open_file`, and lock it until it is closed. is_shared: several processes may hold the lock.
 
     Raises:
         BlockingIOError: another process holds the lock, or this user may not use the file of another user.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from manthan.manager.pool import BlockName
 from manthan.manager.tiers.disk_files import is_damage, make_folder, set_aside
@@ -35,29 +36,22 @@ CREATE TABLE IF NOT EXISTS sessions (
 ) WITHOUT ROWID"""
 ID = "id"  # field of sealed (encrypted) facts with the session's id, because the row's id is then a digest
 ABOUT = "journal"  # first part of the name to which sealed rows are bound; see `Sealer.seal`
-FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)  # errors of SQLite and the disk; the last: of a damaged schema
-UNREADABLE = (msgspec.MsgspecError, KeyError, AttributeError, SealError)  # errors of a damaged row
-
-
-def _below(most: int) -> msgspec.Meta:
-    """Return a check that a number is at least 0 and below `most`. A damaged row may have any number."""
-    return msgspec.Meta(ge=0, lt=most)
+FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)  # of SQLite; of the disk; of a damaged schema
+UNREADABLE = (msgspec.MsgspecError, KeyError, TypeError, SealError)  # errors of a damaged row
 
 
 class JournalBlock(NamedTuple):
     """Saved block of a session, or of a resume point: a length at which a model with windows or states can continue.
 
-    position: index of the block among the session's blocks of the same KV cache group. exact: number of the block's
-    first tokens that are stored exact. mark: see `manthan.manager.pool.Mark`. note: content of the block's KV events;
-    see `BlockNotes`.
+    The numbers have bounds, because a damaged row may have any number.
     """
 
     block_hash: bytes
-    group: Annotated[int, _below(1 << 7)]
-    position: Annotated[int, _below(1 << 31)]
-    exact: Annotated[int, _below(1 << 16)]
-    mark: Annotated[int, _below(2)] = 0
-    note: bytes = b""
+    group: Annotated[int, Meta(ge=0, lt=1 << 7)]
+    position: Annotated[int, Meta(ge=0, lt=1 << 31)]  # index among the session's blocks of the same KV cache group
+    exact: Annotated[int, Meta(ge=0, lt=1 << 16)]  # number of the block's first tokens that are stored exact
+    mark: Annotated[int, Meta(ge=0, lt=2)] = 0  # see `manthan.manager.pool.Mark`
+    note: bytes = b""  # content of the block's KV events; see `BlockNotes`
 
     @property
     def name(self) -> BlockName:
@@ -83,25 +77,18 @@ GONE = SavedBlocks(())
 
 @dataclass(frozen=True)
 class JournalSession:
-    """Record of a session, for the next process.
-
-    facts: facts about the session as values that JSON can hold. saved: None if unchanged since the session's last
-    record; GONE, without blocks, to remove the session from the journal.
-    """
+    """Record of a session, for the next process."""
 
     session_id: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    saved: SavedBlocks | None = GONE
+    facts: Mapping[str, Any] = field(default_factory=dict)  # values that JSON can hold
+    saved: SavedBlocks | None = GONE  # None: as in the session's last record. GONE: remove the session from the journal
 
 
 class Journal:
-    """Journal in a folder.
+    """Journal in a folder. `sealer` encrypts the rows; None to write plain rows.
 
     A damaged journal is renamed to NAME.bad, and a new one is begun. If no file can be opened, the journal is in
     memory, and ends with this process.
-
-    Args:
-        sealer: encrypts rows; None to write plain rows.
     """
 
     def __init__(self, folder: Path, sealer: Sealer | None = None) -> None:
@@ -188,7 +175,6 @@ class Journal:
         return data if self._sealer is None else self._sealer.seal(data, "", ABOUT, row_id, part)
 
     def _opened(self, value: bytes, row_id: str, part: str) -> bytes:
-        """Return the unsealed value. Raises UNREADABLE."""
         return value if self._sealer is None else self._sealer.open(value, "", ABOUT, row_id, part)
 
     def _write(self, news: Iterable[JournalSession], is_cleared: bool) -> None:
@@ -198,8 +184,8 @@ class Journal:
                 self._db.execute("DELETE FROM sessions")
             for session in news:
                 row_id = session.session_id if self._sealer is None else self._sealer.name(session.session_id)
-                said = {} if self._sealer is None else {ID: session.session_id}
-                facts = self._sealed({**session.facts, **said}, row_id, "facts")
+                hidden = {} if self._sealer is None else {ID: session.session_id}
+                facts = self._sealed({**session.facts, **hidden}, row_id, "facts")
                 if session.saved is None:
                     self._db.execute("UPDATE sessions SET facts = ? WHERE id = ?", (facts, row_id))
                 elif session.saved.blocks:

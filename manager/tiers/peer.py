@@ -45,13 +45,10 @@ class PeerTier(Tier):
                     while left:
                         found = json.loads(answers.readline())
                         if isinstance(found, int):
-                            buf = answers.read(found)
-                            if len(buf) < found:
-                                raise EOFError
-                            found = np.frombuffer(buf, np.uint8)
+                            found = np.frombuffer(answers.read(found), np.uint8, found)  # ValueError if bytes are short
                         left -= 1
                         yield found
-        except (OSError, ValueError, EOFError) as error:
+        except (OSError, ValueError) as error:
             logger.warning("Manthan: the rank that keeps this rank's blocks does not answer: %r", error)
             yield from [STORE_DOWN] * left
 
@@ -76,11 +73,8 @@ class PeerTier(Tier):
 class PeerServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     """Server that offers this process's blocks to PeerTiers, on threads of its own.
 
-    Raises ConfigError if another process has the name, because two engines have the same engine_id.
-
-    Args:
-        read: Function that reads blocks; see `Tier.read`.
-        cpus: CPUs that the threads may run on; empty for the caller's CPUs.
+    Raises ConfigError if another process has the name, because two engines have the same engine_id. read: see
+    `Tier.read`. cpus: CPUs that the threads may run on; empty for the caller's CPUs.
     """
 
     daemon_threads, request_queue_size = True, 128
@@ -122,10 +116,10 @@ class _Request(socketserver.StreamRequestHandler):
         _check(self.connection)
         group, tenant, keys = json.loads(self.rfile.readline())
         for found in self.server.read(group, list(map(bytes.fromhex, keys)), tenant):
-            buf = found if isinstance(found, np.ndarray) else None
-            self.wfile.write(json.dumps(found if buf is None else buf.nbytes).encode() + b"\n")
-            if buf is not None:
-                self.wfile.write(buf.data)
+            said = found.nbytes if isinstance(found, np.ndarray) else found
+            self.wfile.write(json.dumps(said).encode() + b"\n")
+            if isinstance(found, np.ndarray):
+                self.wfile.write(found.data)
 
 
 def _check(link: socket.socket) -> None:

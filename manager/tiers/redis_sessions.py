@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from manthan.manager.events import BlocksDropped, DropCause
 from manthan.manager.pool import BlockName
-from manthan.manager.tiers.redis_client import BATCH, Circuit, Client, pipelined
-from manthan.manager.tiers.redis_schema import Namespace, block_ttl_s
+from manthan.manager.tiers.joined import Shard
+from manthan.manager.tiers.redis import BATCH, Circuit, Client, Namespace, block_ttl_s, pipelined
 from manthan.manager.tiers.sealed import Sealer
-from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import TierError
 
 logger = logging.getLogger("vllm.manthan.redis")
@@ -42,38 +41,28 @@ LASTING = (DropCause.EXPIRED, DropCause.RELEASED)  # causes for which a drop whi
 
 
 class StoredPoint(NamedTuple):
-    """Resume point, a length at which a request can continue, whose blocks are all in Redis.
+    """Resume point, a length at which a request can continue, whose blocks are all in Redis."""
 
-    blocks: number of looked-up blocks before the point. sizes: bytes of each block of further KV cache groups there.
-    """
-
-    blocks: int
-    sizes: Sequence[int]
+    blocks: int  # number of looked-up blocks before the point
+    sizes: Sequence[int]  # bytes of each block of further KV cache groups there
 
 
 class LookupResult(NamedTuple):
-    """Answer to a lookup.
+    """Answer to a lookup."""
 
-    sizes: approximate bytes of each block before the first absent block. point: the deepest complete resume point in
-    these; None without one. sampled: `redis_schema.sample` of the session's blocks, as last written by any engine.
-    """
-
-    sizes: Sequence[int] = ()
-    point: StoredPoint | None = None
-    sampled: str = ""
+    sizes: Sequence[int] = ()  # approximate bytes of each block before the first absent block
+    point: StoredPoint | None = None  # deepest complete resume point in these blocks; None without one
+    sampled: str = ""  # `redis.sample` of the session's blocks, as last written by any engine
 
 
 class SessionRecord(NamedTuple):
-    """Record of a session as of now.
-
-    fields: fields of the Redis hash; None for a forgotten session. used: Unix time of the last use. blocks: KV cache
-    group, block hash and depth (number of earlier blocks) of each block that a tier has.
-    """
+    """Record of a session as of now."""
 
     session_id: str
-    fields: Mapping[str, object] | None = None
-    used: float = 0.0
+    fields: Mapping[str, object] | None = None  # fields of the Redis hash; None for a forgotten session
+    used: float = 0.0  # Unix time of the last use
     blocks: Sequence[tuple[int, bytes, int]] = ()
+    """KV cache group, block hash and depth (number of earlier blocks) of each block that a tier has."""
 
 
 class RedisSessions:
@@ -172,7 +161,7 @@ class RedisSessions:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if self._thread.is_alive():
+        if self._thread.ident is not None:  # started
             self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             logger.warning("Manthan: Redis does not answer: the last changes of sessions are not written.")
@@ -186,7 +175,7 @@ class RedisSessions:
     def _run(self) -> None:
         with suppress(TierError):  # so that the first lookup has a connection
             self._ask([("EXISTS", self._name(self._namespace, ""))])
-        while not (self._closing and not (self._is_behind and self._circuit.is_up)):
+        while not self._closing or (self._is_behind and self._circuit.is_up):
             with self._wake:
                 self._wake.wait_for(
                     lambda: self._lookups or self._closing or (self._is_behind and not self._circuit.wait_s),
@@ -201,13 +190,12 @@ class RedisSessions:
             if lookups:
                 self._answered()
             self._try(namespace)
-            if self._circuit.is_up is not self._was_up:
-                self._was_up = self._circuit.is_up
-                if self._was_up:
-                    logger.info("Manthan: Redis answers again.")
-                else:
-                    why = self._circuit.last_error
-                    logger.warning("Manthan: Redis does not serve (%s). Sessions are recomputed until it does.", why)
+            was_up, self._was_up = self._was_up, self._circuit.is_up
+            if self._was_up and not was_up:
+                logger.info("Manthan: Redis answers again.")
+            elif was_up and not self._was_up:
+                why = self._circuit.last_error
+                logger.warning("Manthan: Redis does not serve (%s). Sessions are recomputed until it does.", why)
 
     def _look_up(
         self, session_id: str, group: int, hashes: Sequence[bytes], needed: Needed | None, namespace: Namespace
@@ -230,20 +218,21 @@ class RedisSessions:
         """
         sizes = list[int]()
         for _ in range(SWITCHES):
-            stored = ((count, self._stored(namespace, group, hashes[len(sizes) :], count)) for count in self._counts)
-            count, found = next((each for each in stored if each[1]), (0, []))
-            if not found:
+            for count in self._counts:
+                if found := self._stored(namespace, group, hashes[len(sizes) :], count):
+                    self._renews.add(count)
+                    sizes += found
+                    break
+            else:
                 break
-            self._renews.add(count)
-            sizes += found
         return sizes
 
     def _stored(self, namespace: Namespace, group: int, hashes: Sequence[bytes], count: int) -> list[int]:
         """Return the approximate bytes of each block before the first that is not stored in `count` shards.
 
         One command asks for a run of blocks. From run to run the length doubles until a block is absent, and then is
-        halved. Of each RUN blocks, only the middle block is measured. The very first block is measured, too, because it
-        may be larger: a session's first tokens are exact.
+        halved. Of each RUN blocks, only the middle block is measured. The first of all blocks is measured, too, because
+        it may be larger: a session's first tokens are exact.
         """
         names = [[namespace.block(group, each, shard) for shard in self._counts[count]] for each in hashes]
         good, run, grows = 0, FIRST, True
@@ -262,19 +251,18 @@ class RedisSessions:
         return sizes[:1] + [sizes[1 + at // RUN] for at in range(1, good)]
 
     def _point(self, namespace: Namespace, count: int, needed: Needed) -> StoredPoint | None:
-        """Return the deepest complete resume point behind at most `count` blocks. It is mostly the first one tried."""
+        """Return the deepest complete resume point behind at most `count` blocks. Mostly the first try finds it."""
         tried = 1
         while count > 0:
             some = {at: needed(at) for at in range(count, max(0, count - tried), -1)}
-            names = list(dict.fromkeys(chain.from_iterable(some.values())))
-            sizes = dict(zip(names, self._sizes(namespace, names), strict=True))
+            sizes = self._sizes(namespace, chain.from_iterable(some.values()))
             for at, blocks in some.items():
                 if blocks and all(sizes[block] for block in blocks):
                     return StoredPoint(at, [sizes[block] for block in blocks])
             count, tried = count - tried, min(4 * tried, 64)
         return None
 
-    def _sizes(self, namespace: Namespace, blocks: Sequence[BlockName]) -> list[int]:
+    def _sizes(self, namespace: Namespace, blocks: Iterable[BlockName]) -> dict[BlockName, int]:
         """Return the bytes of each block, all shards together; 0 for an absent block."""
         sizes = dict.fromkeys(blocks, 0)
         for count, shards in self._counts.items():
@@ -285,7 +273,7 @@ class RedisSessions:
                 if all(each):
                     self._renews.add(count)
                     sizes[block] = sum(each)
-        return list(sizes.values())
+        return sizes
 
     def _try(self, namespace: Namespace) -> None:
         """Write the waiting records and deletions. If none waits and Redis was down, ask if it is back."""

@@ -26,8 +26,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from manthan.manager.config.model import ConfigError, SealingConfig
-from manthan.manager.tiers.shards import Shard
-from manthan.manager.tiers.tier import Buffer, Found, JoinedTier, Tier
+from manthan.manager.tiers.joined import JoinedTier, Shard
+from manthan.manager.tiers.tier import Buffer, Found, Tier
 
 MAGIC, VERSION, KEY_NBYTES = b"MNS", 1, 32
 _HEADER = struct.Struct("<3sB8s16s12s")
@@ -84,24 +84,22 @@ class Sealer:
         """Return a keyed digest of a session's id. The digest changes only if the last key of the file does."""
         return hmac.digest(derived(self.keys[-1], "names"), text.encode("utf-8", "surrogatepass"), "sha256")[:16].hex()
 
-    def seal(self, data: Buffer | bytes, tenant: str, *about: bytes | str | int) -> bytes:
+    def seal(self, data: bytes | memoryview, tenant: str, *about: bytes | str | int) -> bytes:
         """Return data of a tenant, sealed. about: parts of the value's name; `open` needs the same parts."""
         mark, nonce = derived(self.keys[0], "mark of a key", nbytes=8), secrets.token_bytes(12)
         head = _HEADER.pack(MAGIC, VERSION, mark, self._salt, nonce)
-        view = data if isinstance(data, bytes) else data.data
-        return head + self._cipher(mark, tenant, self._salt).encrypt(nonce, view, self._bound(head, about))
+        return head + self._cipher(mark, tenant, self._salt).encrypt(nonce, data, self._bound(head, about))
 
-    def open(self, data: Buffer | bytes, tenant: str, *about: bytes | str | int) -> bytes:
+    def open(self, data: bytes | memoryview, tenant: str, *about: bytes | str | int) -> bytes:
         """Return the data of a sealed value. Raises SealError if the value is not what was sealed under this name."""
-        view = data if isinstance(data, bytes) else data.data
-        if len(view) < OVERHEAD:
+        if len(data) < OVERHEAD:
             raise SealError("it is too short.")
-        head = bytes(view[: _HEADER.size])
+        head = bytes(data[: _HEADER.size])
         magic, version, mark, salt, nonce = _HEADER.unpack(head)
         if (magic, version) != (MAGIC, VERSION) or mark not in self._by_mark:
             raise SealError("it is not sealed with one of our keys.")
         try:
-            return self._cipher(mark, tenant, salt).decrypt(nonce, view[_HEADER.size :], self._bound(head, about))
+            return self._cipher(mark, tenant, salt).decrypt(nonce, data[_HEADER.size :], self._bound(head, about))
         except InvalidTag:
             raise SealError("it is not what was sealed there.") from None
 
@@ -125,15 +123,15 @@ class SealedTier(JoinedTier):
         self.inner, self._sealer, self._shard = inner, sealer, shard
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
-        bound = "block", str(self._shard), group
-        sealed = {key: self._sealer.seal(buf, tenant, *bound, key) for key, buf in blocks.items()}
+        about = "block", str(self._shard), group
+        sealed = {key: self._sealer.seal(buf.data, tenant, *about, key) for key, buf in blocks.items()}
         return self.inner.put_all(group, {key: np.frombuffer(buf, np.uint8) for key, buf in sealed.items()}, tenant)
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         for key, value in zip(keys, self.inner.read(group, keys, tenant), strict=True):
             if isinstance(value, np.ndarray):
                 try:
-                    opened = self._sealer.open(value, tenant, "block", str(self._shard), group, key)
+                    opened = self._sealer.open(value.data, tenant, "block", str(self._shard), group, key)
                     value = np.frombuffer(opened, np.uint8)
                 except SealError as error:
                     value = error.cause

@@ -144,31 +144,6 @@ class Tier(ABC):
         return [self.room(end) for end in (part_ends(buf) if self.can_trim else (buf.nbytes,))]
 
 
-class JoinedTier(Tier):
-    """Base class of a tier made of others. The first has all blocks; `drop` and `close` call the method of each."""
-
-    def __init__(self, *tiers: Tier) -> None:
-        self._tiers = tiers
-
-    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
-        return self._tiers[0].put_all(group, blocks, tenant)
-
-    def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
-        return self._tiers[0].absent(group, keys)
-
-    def drop(self, group: int, keys: Iterable[bytes]) -> None:
-        keys = list(keys)
-        for tier in self._tiers:
-            tier.drop(group, keys)
-
-    def close(self) -> None:
-        for tier in self._tiers:
-            tier.close()
-
-    def room(self, nbytes: int) -> int:
-        return self._tiers[0].room(nbytes)
-
-
 TIER_KINDS = ("host", "device", "disk", "redis")
 """Values of the option `tiers.kind`. If the codec runs on the GPU, blocks of "host" and "device" are not in a `Tier`,
 but in `Slabs` of `vllm_hooks/worker`."""

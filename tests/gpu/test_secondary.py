@@ -19,11 +19,9 @@ from manthan.codec.gpu.paged import PagedCodec, PagedLayout
 from manthan.manager.config.model import RedisConfig
 from manthan.manager.events import BlocksDropped, DropCause
 from manthan.manager.tiers.disk import DiskTier
+from manthan.manager.tiers.joined import Shard
 from manthan.manager.tiers.peer import PeerServer, PeerTier
-from manthan.manager.tiers.redis import RedisTier
-from manthan.manager.tiers.redis_client import Circuit, connect
-from manthan.manager.tiers.redis_schema import Namespace
-from manthan.manager.tiers.shards import Shard
+from manthan.manager.tiers.redis import Circuit, Namespace, RedisTier, connect
 from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata

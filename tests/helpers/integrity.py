@@ -324,17 +324,18 @@ def _deadlines(manager: SessionManager) -> Findings:
         yield whens.keys() <= table.by_id.keys(), f"{name}: {whens.keys() - table.by_id.keys()} are gone"
         first = min(whens.values(), default=inf)
         yield deadlines.least == first, f"{name}: the first is kept as {deadlines.least}, and is {first}"
+    pins = _whens(said.pins)
     for session in table.by_id.values():
         ends = [until for until, _ in session.keeps] + ([session.pinned_until] if session.pinned_until else [])
         until = min(ends, default=None)
-        yield said.pins.get(session.session_id) == until, f"the pin of {session.session_id} ends at {until}"
+        yield pins.get(session.session_id) == until, f"the pin of {session.session_id} ends at {until}"
     for session_id in _whens(manager.due):
         state = table.by_id[session_id].state
         yield not table.by_id[session_id].requests, f"{session_id} is {state} and is to be saved"
 
 
 def _whens(deadlines: Ranking) -> dict[str, float]:
-    return {session_id: deadlines.get(session_id) for session_id in deadlines.in_order()}  # type: ignore[misc]
+    return {session_id: deadlines._entries[session_id].rank for session_id in deadlines.in_order()}
 
 
 # -- transfers --------------------------------------------------------------------------------------------

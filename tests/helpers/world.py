@@ -25,7 +25,7 @@ from manthan.manager.session.hints import NO_HINTS, Hints, parse_hints
 from manthan.manager.session.manager import PointParts, Request, SessionManager, Shares
 from manthan.manager.session.table import Session, qualified
 from manthan.manager.tiers.arena_tier import ArenaTier, RamTier
-from manthan.manager.tiers.stack import StackedTier
+from manthan.manager.tiers.joined import StackedTier
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, part_ends
 from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Transfer, TransferResult, on_each
 from manthan.policies import get_policy

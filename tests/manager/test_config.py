@@ -10,8 +10,7 @@ from loaded import load_config
 from logged import warnings
 
 from manthan.manager.config.model import FIELDS, TiersConfig
-from manthan.manager.config.registered import check_registered
-from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, ManthanConfig, resolve_config
+from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, ManthanConfig, check_registered, resolve_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -237,9 +236,9 @@ def test_tiers() -> None:
     assert store(kind="disk").places == ("disk",)
     assert store(kind="redis", host_bytes=5).places == ("host", "redis")
     three = store(kind="redis", host_bytes=25, disk_bytes=50)
-    assert (three.places, three.front_bytes, three.front_disk_bytes) == (("host", "disk", "redis"), 25, 50)
+    assert (three.places, three.front_bytes, three.disk_bytes) == (("host", "disk", "redis"), 25, 50)
     two = store(kind="disk", host_bytes=10)
-    assert (two.front_bytes, two.front_disk_bytes, two.is_shared, two.is_lasting) == (10, 0, False, True)
+    assert (two.front_bytes, two.disk_bytes, two.is_shared, two.is_lasting) == (10, 0, False, True)
     assert store(kind="device", host_bytes=10).tier_names == ("device", "host")
 
 

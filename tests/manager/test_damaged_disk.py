@@ -15,9 +15,9 @@ import pytest
 from disk_faults import small_disk
 
 from manthan.manager.config.model import ConfigError
-from manthan.manager.tiers.disk_folder import LOCK, check_folder, found_in, open_rank, open_root
+from manthan.manager.tiers.disk import LOCK, check_folder, found_in, open_rank, open_root
+from manthan.manager.tiers.joined import Shard
 from manthan.manager.tiers.journal import JOURNAL, Journal, JournalBlock, JournalSession, SavedBlocks
-from manthan.manager.tiers.shards import Shard
 
 HASHES = [bytes([n]) * 32 for n in range(20)]
 BLOCK = np.arange(9000, dtype=np.uint8)

@@ -22,9 +22,8 @@ from manthan.codec.base import Section, SectionKind
 from manthan.manager.tiers import disk, disk_files
 from manthan.manager.tiers.arena import Extent
 from manthan.manager.tiers.arena_tier import Placed
-from manthan.manager.tiers.disk import DISK, HEADER, PAGE, DiskTier, room
-from manthan.manager.tiers.disk_folder import found_in
-from manthan.manager.tiers.shards import Shard
+from manthan.manager.tiers.disk import DISK, HEADER, PAGE, DiskTier, found_in, room
+from manthan.manager.tiers.joined import Shard
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found
 
 MIB = 1 << 20

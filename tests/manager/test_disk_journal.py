@@ -63,7 +63,7 @@ def test_one_of_another_version_is_begun_anew(tmp_path: Path) -> None:
     assert found(tmp_path) == {}
 
 
-@pytest.mark.parametrize("damaged", ["substr(saved, 1, 60)", "replace(saved, ',1,2,0,', ',1,-2,0,')"])
+@pytest.mark.parametrize("damaged", ["substr(saved, 1, 60)", "replace(saved, ',1,2,0,', ',1,-2,0,')", "5"])
 def test_a_session_that_was_damaged_is_left_out(tmp_path: Path, damaged: str, caplog: pytest.LogCaptureFixture) -> None:
     journal = Journal(tmp_path)
     journal.tell([session("a"), session("b")])

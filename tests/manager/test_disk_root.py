@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from manthan.manager.config.model import ConfigError
-from manthan.manager.tiers.disk_folder import check_folder, open_root, remove_others
+from manthan.manager.tiers.disk import check_folder, open_root, remove_others
 from manthan.manager.tiers.journal import Journal
 
 OTHER = """
 import sys, time
 from pathlib import Path
-from manthan.manager.tiers.disk_folder import open_root
+from manthan.manager.tiers.disk import open_root
 held = open_root(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)
@@ -70,7 +70,7 @@ def test_two_servers_do_not_share_a_folder(tmp_path: Path, folder: str) -> None:
 def test_processes_of_one_server_do_not_refuse_each_other(tmp_path: Path) -> None:
     held = open_root(tmp_path)
     check_folder(str(tmp_path))
-    code = f"from manthan.manager.tiers.disk_folder import check_folder; check_folder({str(tmp_path)!r})"
+    code = f"from manthan.manager.tiers.disk import check_folder; check_folder({str(tmp_path)!r})"
     other = subprocess.Popen([sys.executable, "-c", OTHER, str(tmp_path / "replica-1")], stdout=subprocess.PIPE)
     other.stdout.readline()  # our child, as an engine is
     check_folder(str(tmp_path))

@@ -10,20 +10,23 @@ from documents import REPO
 from key_files import write_keys
 from redis_server import RedisServer, running
 
+from manthan.manager import doctor
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.resolve import resolve_config
-from manthan.manager.doctor import checks
-from manthan.manager.doctor.checks import (
+from manthan.manager.doctor import (
     Finding,
     Grade,
+    Message,
+    Parting,
     check_disk,
     check_keys,
     check_memlock,
     check_redis,
+    check_template,
     file_system,
+    partings,
 )
-from manthan.manager.doctor.template import Message, Parting, check_template, partings
-from manthan.manager.tiers.disk_folder import open_root
+from manthan.manager.tiers.disk import open_root
 
 GIB = 1 << 30
 PASSWORD = "not-for-the-log"
@@ -80,7 +83,7 @@ def test_a_folder_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (shared / "codes").mkdir(parents=True)
     line = f"nas:/codes {str(shared).replace(' ', chr(92) + '040')} nfs4 rw 0 0\n"
     mounts.write_text("/dev/vda / ext4 rw 0 0\n" + line)
-    monkeypatch.setattr(checks, "MOUNTS", mounts)
+    monkeypatch.setattr(doctor, "MOUNTS", mounts)
     found = check_disk(on_disk(shared / "codes"))
     assert (found.mark, "which is on nfs4, which is not of this machine" in found.said) == (Grade.WRONG, True)
     assert file_system(tmp_path) == "ext4"
@@ -107,8 +110,8 @@ def test_too_little_room(tmp_path: Path) -> None:
 LOOKING = """
 import sys
 from manthan.manager.config.resolve import resolve_config
-from manthan.manager.doctor import checks
-from manthan.manager.doctor.checks import check_disk
+from manthan.manager import doctor
+from manthan.manager.doctor import check_disk
 flags = {"tiers": {"kind": "disk", "disk": sys.argv[1], "max_bytes": "1MiB"}}
 print(check_disk(resolve_config(env={}, flags=flags).config).said)
 """

@@ -10,8 +10,7 @@ from logged import warnings
 from manthan.codec.profile import LEVELS, Profile
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import check_profile, choose_codec, profile_path
-from manthan.manager.config.registered import check_registered
-from manthan.manager.config.resolve import resolve_config
+from manthan.manager.config.resolve import check_registered, resolve_config
 
 MODEL = "someone/made-up"
 

@@ -10,8 +10,8 @@ from redis import exceptions
 from redis_server import RedisServer, running
 
 from manthan.manager.config.model import ConfigError, RedisConfig
-from manthan.manager.tiers import redis_client
-from manthan.manager.tiers.redis_client import (
+from manthan.manager.tiers import redis as redis_tier
+from manthan.manager.tiers.redis import (
     BREAK_FIRST_S,
     BREAK_MOST_S,
     Circuit,
@@ -127,8 +127,8 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World()
-    monkeypatch.setattr(redis_client, "time", SimpleNamespace(monotonic=lambda: world.now))
-    monkeypatch.setattr(redis_client, "random", world)
+    monkeypatch.setattr(redis_tier, "time", SimpleNamespace(monotonic=lambda: world.now))
+    monkeypatch.setattr(redis_tier, "random", world)
     return world
 
 

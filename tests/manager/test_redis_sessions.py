@@ -16,12 +16,21 @@ from manthan.manager.config.model import RedisConfig, SealingConfig
 from manthan.manager.events import BlocksDropped, DropCause, LookedUp
 from manthan.manager.pool import BlockName
 from manthan.manager.session.persist import RedisLink
-from manthan.manager.tiers.redis import RedisTier
-from manthan.manager.tiers.redis_client import Circuit, connect
-from manthan.manager.tiers.redis_schema import FALL, FIRST_TTL, SAMPLES, Namespace, block_ttl_s, sample, shared_blocks
+from manthan.manager.tiers.joined import Shard
+from manthan.manager.tiers.redis import (
+    FALL,
+    FIRST_TTL,
+    SAMPLES,
+    Circuit,
+    Namespace,
+    RedisTier,
+    block_ttl_s,
+    connect,
+    sample,
+    shared_blocks,
+)
 from manthan.manager.tiers.redis_sessions import LookupResult, RedisSessions, SessionRecord, StoredPoint
 from manthan.manager.tiers.sealed import Sealer, keys_of
-from manthan.manager.tiers.shards import Shard
 
 HERE, TTL_S, NBYTES, RANKS = Namespace("manthan:", "tiny-1"), 4000.0, 100, 2
 

@@ -8,11 +8,9 @@ from typer.testing import CliRunner
 
 from manthan.manager.cli import app
 from manthan.manager.config.model import PolicyConfig
-from manthan.manager.config.registered import check_registered, choose_policy
-from manthan.manager.config.resolve import ConfigError, resolve_config
+from manthan.manager.config.resolve import ConfigError, check_registered, choose_policy, resolve_config
 from manthan.policies import PolicyOptions, policy_names
-from manthan.policies.mixture import Mixture
-from manthan.policies.returns import ReturnsOptions
+from manthan.policies.returns import Mixture, ReturnsOptions
 
 __all__ = ["another_package"]
 

@@ -11,9 +11,9 @@ from key_files import write_keys
 
 from manthan.manager.config.model import ConfigError, SealingConfig
 from manthan.manager.tiers.arena_tier import RamTier
+from manthan.manager.tiers.joined import Shard
 from manthan.manager.tiers.journal import Journal, JournalBlock, JournalSession, SavedBlocks
 from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
-from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import Buffer, Tier
 
 KEYS = [f"key-{number:028d}".encode() for number in range(20)]

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from manthan.manager.tiers.arena_tier import RamTier
-from manthan.manager.tiers.disk import DiskTier
-from manthan.manager.tiers.disk_folder import counts_in, found_in, open_rank, remove_others
-from manthan.manager.tiers.shards import Shard, ShardedTier
+from manthan.manager.tiers.disk import DiskTier, counts_in, found_in, open_rank, remove_others
+from manthan.manager.tiers.joined import Shard, ShardedTier
 from manthan.manager.tiers.tier import Buffer, Found, Tier
 
 KEYS = [bytes([n]) * 32 for n in range(6)]

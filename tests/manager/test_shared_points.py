@@ -9,7 +9,7 @@ from talks import Talks, names
 from manthan.manager.events import BlocksDropped, LookedUp
 from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import GroupShape, MemoryShape
-from manthan.manager.tiers.redis_schema import sample
+from manthan.manager.tiers.redis import sample
 from manthan.manager.tiers.redis_sessions import StoredPoint
 
 WINDOW, MAIN, STATE = 0, 1, 2

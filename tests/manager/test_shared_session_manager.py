@@ -10,7 +10,7 @@ from manthan.manager.events import BlocksDropped, BlocksSaved, DropCause, Looked
 from manthan.manager.pool import Mark
 from manthan.manager.session.persist import WAIT_S
 from manthan.manager.session.table import Shares
-from manthan.manager.tiers.redis_schema import iso, sample
+from manthan.manager.tiers.redis import iso, sample
 
 WHOLE = sample(names("a b c d"))
 

@@ -10,7 +10,7 @@ from some_blocks import blocks_of, same
 from manthan.manager.tiers.arena import GRANULE
 from manthan.manager.tiers.arena_tier import RamTier
 from manthan.manager.tiers.disk import DiskTier, room
-from manthan.manager.tiers.stack import StackedTier
+from manthan.manager.tiers.joined import StackedTier
 from manthan.manager.tiers.tier import Buffer, Found
 
 MIB = 1 << 20

@@ -27,13 +27,10 @@ from manthan.manager.config.model import RedisConfig, SealingConfig
 from manthan.manager.events import BlocksDropped, DropCause
 from manthan.manager.tiers.arena_tier import ArenaTier, RamTier
 from manthan.manager.tiers.disk import DiskTier
-from manthan.manager.tiers.redis import RedisTier
-from manthan.manager.tiers.redis_client import Circuit, connect
-from manthan.manager.tiers.redis_schema import Namespace
+from manthan.manager.tiers.joined import Shard, ShardedTier, StackedTier
+from manthan.manager.tiers.redis import Circuit, Namespace, RedisTier, connect
 from manthan.manager.tiers.redis_sessions import RedisSessions
 from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
-from manthan.manager.tiers.shards import Shard, ShardedTier
-from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Tier
 from manthan.manager.transfer import STORE_DOWN
 

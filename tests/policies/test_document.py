@@ -8,10 +8,8 @@ import yaml
 from documents import REPO, rows
 from loaded import load_config
 
-from manthan.manager.config.registered import check_registered
-from manthan.manager.config.resolve import resolve_config
-from manthan.policies import EvictionPolicy, SessionView
-from manthan.policies.registry import BUILTIN
+from manthan.manager.config.resolve import check_registered, resolve_config
+from manthan.policies import BUILTIN, EvictionPolicy, SessionView
 
 TEXT = (REPO / "docs" / "policies.md").read_text(encoding="utf-8")
 README = (REPO / "README.md").read_text(encoding="utf-8")

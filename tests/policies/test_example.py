@@ -7,7 +7,7 @@ from example_package import EXAMPLES, MANTHAN, install, run
 
 ORDER = """
 from manthan.manager.config.resolve import resolve_config
-from manthan.manager.config.registered import choose_policy
+from manthan.manager.config.resolve import choose_policy
 from manthan.policies import SessionView
 
 policy, options = choose_policy(resolve_config("x.yaml").config.policy)

@@ -12,8 +12,7 @@ from manthan.benchmarks.simulator.one_cache import one_cache
 from manthan.benchmarks.simulator.traces import read_trace
 from manthan.policies import EvictionPolicy, SessionView
 from manthan.policies.lru import LRU
-from manthan.policies.mixture import DECAY, LOOK_EVERY, SAMPLE, Contest, Mixture, ShadowCache
-from manthan.policies.returns import Returns
+from manthan.policies.returns import DECAY, LOOK_EVERY, SAMPLE, Contest, Mixture, Returns, ShadowCache
 
 WORST = 0.01
 """Most that it may find less than lru, as a part of that."""

@@ -3,9 +3,8 @@
 import pytest
 from policy_package import another_package
 
-from manthan.policies import BadPolicyError, EvictionPolicy, UnknownPolicyError, get_policy, policy_names
+from manthan.policies import BUILTIN, BadPolicyError, EvictionPolicy, UnknownPolicyError, get_policy, policy_names
 from manthan.policies.lru import LRU
-from manthan.policies.registry import BUILTIN
 
 __all__ = ["another_package"]
 

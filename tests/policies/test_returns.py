@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from manthan.policies import SessionView
-from manthan.policies.mixture import Mixture
 from manthan.policies.return_model import AGES, HORIZON, PIECES, History, ReturnModel, features_of
-from manthan.policies.returns import Returns, ReturnsOptions
+from manthan.policies.returns import Mixture, Returns, ReturnsOptions
 
 
 def view(name: str, at: float, uses: int = 1, gap: float | None = None, added: int = 100, **more: int) -> SessionView:

@@ -14,8 +14,8 @@ from paged_cache import cpu_blocks, paged, write
 
 from manthan.manager.config.model import SealingConfig
 from manthan.manager.tiers.arena_tier import RamTier
+from manthan.manager.tiers.joined import Shard
 from manthan.manager.tiers.sealed import OVERHEAD, SealedTier, Sealer, keys_of
-from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import TierError
 from manthan.manager.transfer import Transfer, TransferResult
 from manthan.vllm_hooks.connector import ManthanConnector

@@ -14,8 +14,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.platforms.cpu import CpuPlatform
 from vllm_engine import Completion, until_killed
 
-from manthan.manager.tiers.disk_folder import found_in
-from manthan.manager.tiers.shards import Shard
+from manthan.manager.tiers.disk import found_in
+from manthan.manager.tiers.joined import Shard
 
 BLOCKS, BLOCK, ANSWER = 25, 16, 12
 MANTHAN: dict[str, Any] = {

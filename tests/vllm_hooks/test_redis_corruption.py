@@ -16,10 +16,8 @@ from redis_server import RedisServer, running
 
 from manthan.codec import wire
 from manthan.manager.config.model import RedisConfig
-from manthan.manager.tiers.redis import RedisTier
-from manthan.manager.tiers.redis_client import Circuit, connect
-from manthan.manager.tiers.redis_schema import Namespace
-from manthan.manager.tiers.shards import Shard
+from manthan.manager.tiers.joined import Shard
+from manthan.manager.tiers.redis import Circuit, Namespace, RedisTier, connect
 from manthan.manager.transfer import TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.engine import Engine

@@ -16,8 +16,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from manthan.codec.base import Numbers
 from manthan.codec.block import BlockShape
+from manthan.manager.tiers.joined import Shard
 from manthan.manager.tiers.peer import PeerServer, PeerTier
-from manthan.manager.tiers.shards import Shard
 from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks import kv_transfer_config

@@ -16,14 +16,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from manthan.manager.commands.console import make_console
+from manthan.manager.commands import make_console
 from manthan.manager.commands.sessions import KEY_ENV, AskError, ask, measuring
 from manthan.manager.config.model import ConfigError
-from manthan.manager.config.registered import check_registered
-from manthan.manager.config.resolve import resolve_config
-from manthan.manager.config.sentences import human_bytes
-from manthan.manager.doctor.checks import Finding, Grade, check_disk, check_keys, check_memlock, check_redis
-from manthan.manager.doctor.template import TEMPLATE, check_template, load_renderer
+from manthan.manager.config.resolve import check_registered, human_bytes, resolve_config
+from manthan.manager.doctor import TEMPLATE, Finding, Grade, check_machine, check_template, load_renderer
 from manthan.vllm_hooks.support import VLLM, check_version
 
 LOGGING = "VLLM_LOGGING_LEVEL"
@@ -80,10 +77,7 @@ def _examined(model: str, file: str, url: str, template: str, block_size: int | 
         yield Finding("machine", Grade.SKIPPED, "a server cannot report memlock and disk: on its host, add --config.")
     else:
         has_gpu = find_spec("torch") is not None and import_module("torch").cuda.is_available()
-        yield check_memlock(resolved.config.tiers, has_gpu)
-        yield check_disk(resolved.config)
-        yield check_keys(resolved.config)
-        yield from check_redis(resolved.config)
+        yield from check_machine(resolved.config, has_gpu)
     if not model:
         yield Finding(TEMPLATE, Grade.SKIPPED, "give MODEL to see whether its template rewrites history.")
         return

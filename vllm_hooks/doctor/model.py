@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from manthan.codec.cpu.exact import EXACT
 from manthan.manager.config.model import ConfigError
-from manthan.manager.doctor.checks import Finding, Grade
+from manthan.manager.doctor import Finding, Grade
 from manthan.vllm_hooks.doctor.families import families, stored
 from manthan.vllm_hooks.groups import config_for, groups_for
 from manthan.vllm_hooks.memory import Shards, codec_of_other, memory_shapes

@@ -27,7 +27,7 @@ from pydantic_core import from_json, to_json
 from starlette.responses import Response
 from vllm.logger import init_logger
 
-from manthan.manager.config.sentences import must_be
+from manthan.manager.config.resolve import must_be
 from manthan.manager.listing import SessionInfo, Sort
 from manthan.manager.session.hints import HintError
 from manthan.vllm_hooks.compat import ask_cores

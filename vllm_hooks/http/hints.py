@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from vllm.exceptions import VLLMClientError
 from vllm.logger import init_logger
 
-from manthan.manager.config.sentences import must_be
+from manthan.manager.config.resolve import must_be
 from manthan.manager.session.hints import NO_HINTS, WHERE, HintError, Hints, check_session_id, parse_hints
 from manthan.vllm_hooks.compat import PARAMS
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, from_vllm_config, is_on

@@ -81,8 +81,8 @@ def fast_tiers(store: TiersConfig, ranks: int) -> list[FrontTier]:
     if store.kind == "device" and store.host_bytes:
         return [FrontTier(int(store.max_bytes), fills_on_read=False)]
     budgets = [store.front_bytes] if store.front_bytes else []
-    if store.front_disk_bytes:
-        budgets.append(disk.usable(store.front_disk_bytes // ranks) * ranks)
+    if store.disk_bytes:
+        budgets.append(disk.usable(store.disk_bytes // ranks) * ranks)
     return [FrontTier(int(nbytes), fills_on_read=True) for nbytes in budgets]
 
 

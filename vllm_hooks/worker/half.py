@@ -29,8 +29,8 @@ from manthan.codec.wht import WhtPreset
 from manthan.manager.config.model import ConfigError
 from manthan.manager.config.profiles import CALIBRATED
 from manthan.manager.tiers.arena_tier import RamTier
+from manthan.manager.tiers.joined import StackedTier
 from manthan.manager.tiers.peer import PeerServer, PeerTier
-from manthan.manager.tiers.stack import StackedTier
 from manthan.manager.tiers.tier import Tier
 from manthan.vllm_hooks import memory
 from manthan.vllm_hooks.fingerprint import fingerprint, namespace_of

@@ -1,1 +1,0 @@
-"""Checks of `manthan doctor` without vLLM. Each returns findings of a single sentence."""
