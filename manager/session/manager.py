@@ -106,17 +106,12 @@ class Request:
 
 
 class Store:
-    """Transfer of blocks from the pool to the tiers, to begin or under way.
-
-    Args:
-        transfer: the job. The pool's blocks in it are referenced already.
-        rows: row of each block.
-        exact: number of first tokens of each block that are stored exact.
-        replaces: for each block, True if it is saved already, and is stored again.
-    """
+    """Transfer of blocks from the pool to the tiers, to begin or under way."""
 
     def __init__(self, transfer: Transfer, rows: Rows, exact: NDArray[np.uint16], replaces: Mask) -> None:
-        self.transfer, self.rows, self.exact, self.replaces = transfer, rows, exact, replaces
+        self.transfer, self.rows = transfer, rows
+        self.exact = exact  # number of first tokens of each block that are stored exact
+        self.replaces = replaces  # for each block, True if it is saved already, and is stored again
         self.answers = Answers([transfer])
         self.block_ids: list[int] = transfer.block_ids.tolist()  # referenced until all ranks have gathered the blocks
         self.gathered = 0  # number of ranks that have gathered the blocks: read them from the pool
@@ -268,12 +263,9 @@ class SessionManager:
         self._begin_use(session, request_id, now, prompt, known * self.shape.block_tokens)
         if length < len(session.rows):  # the old answer is no longer needed
             self.cut(session, length, DropCause.ABANDONED)
-        request, digest = (
-            Request(request_id, session, hashes, rows, prompt, now, hints),
-            digest_of(tenant, hashes, tail),
-        )
-        request.quality = hints.quality or self.quality
-        if request.quality != "exact":
+        digest, quality = digest_of(tenant, hashes, tail), hints.quality or self.quality
+        request = Request(request_id, session, hashes, rows, prompt, now, hints, quality=quality)
+        if quality != "exact":
             request.own = self.table.own_blocks(session, rows, digest)
         self.requests[request_id] = request
         self.table.enter_prompt(session, digest)
