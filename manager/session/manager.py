@@ -393,9 +393,9 @@ class SessionManager:
         self.points.tidy(session)
         plans: list[Store] = []
         for depth, parts in wanted:
-            rows = self.enter_parts(parts)
-            point = self.points.place(session, depth, rows)
+            point = self.points.place(session, depth, parts)
             point.ends_prompt |= depth == wanted[-1].depth
+            rows = point.rows
             for group in np.unique(self.blocks.group[rows]).tolist():
                 needed = rows[(self.blocks.group[rows] == group) & (self.blocks.status[rows] == 0)]
                 begun = self._begin(needed, session, is_pressed=True)
@@ -405,11 +405,6 @@ class SessionManager:
                     break
         self.points.tidy(session)
         return plans
-
-    def enter_parts(self, parts: Sequence[tuple[int, bytes, int]]) -> Rows:
-        """Return the rows of a resume point's blocks, new rows for unknown blocks. parts: see `PointParts`."""
-        groups, hashes, positions = zip(*parts, strict=True) if parts else ((), (), ())
-        return self.blocks.enter(groups, hashes, positions)
 
     # -- loads ----------------------------------------------------------------------------------------
 
@@ -431,7 +426,7 @@ class SessionManager:
         if not self.points.is_needed:
             return length
         for end in range(length, 0, -1):
-            point = self.points.at(int(rows[end - 1]))
+            point = self.points.at.get(int(rows[end - 1]))
             if point is None or not self.points.stands(point) or (is_high and self.is_coarse(point.rows).any()):
                 continue  # the point cannot be loaded, or is too coarse
             if end <= own or self.is_exact(point.rows).all():
@@ -464,10 +459,9 @@ class SessionManager:
 
     def load_started(self, load_id: str, rows: Rows) -> Rows:
         """Pin the rows that a load reads, with those of the resume point behind `rows`. Return the point's rows."""
-        point = self.points.at(int(rows[-1])) if self.points.is_needed and len(rows) else None
+        point = self.points.at.get(int(rows[-1])) if len(rows) else None
         point_rows = NO_ROWS if point is None else point.rows
-        pinned = rows if self.shape.stores_main else NO_ROWS
-        self._loading[load_id] = np.concatenate([pinned, point_rows])
+        self._loading[load_id] = np.concatenate([rows if self.shape.stores_main else NO_ROWS, point_rows])
         self.blocks.refer(self.blocks.pins, self._loading[load_id], +1)
         return point_rows
 
@@ -1346,7 +1340,7 @@ class SessionManager:
         saved = {group: count for group, count in blocks.saved_blocks.items() if group != NO_GROUP}
         return Usage(
             {state: self.table.states[state] for state in SessionState},
-            self.points.standing if self.points.is_needed else 0,
+            len(self.points.standing),
             len(blocks) - sum(blocks.saved_blocks.values()),
             sum(saved.values()),
             blocks.exact_blocks,

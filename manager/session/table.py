@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from enum import StrEnum, auto
 from hashlib import blake2b
 from itertools import count, islice
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,9 @@ REMEMBERED = 1024  # about how many sessions are recognized by their last block;
 MOST_RELATIVES = 64  # most sessions of a family, because each drop checks all of them. Later sessions do not join
 
 _NO_REQUESTS: frozenset[str] = frozenset()
+_viewed = attrgetter(
+    *("created", "last_used", "uses", "gap", "added_tokens", "answer_tokens", "left_tokens", "expected")
+)  # attributes of a session that `SessionView` has in this order
 
 
 class Shares(NamedTuple):
@@ -166,15 +170,11 @@ def _prefix(tenant: str, name: str) -> str:
 
 
 class Order:
-    """Sessions in the order in which they lose blocks: by priority, the lowest first, then in the policy's order.
-
-    Args:
-        make_policy: makes the policy's instance for one priority.
-    """
+    """Sessions in the order in which they lose blocks: by priority, the lowest first, then in the policy's order."""
 
     def __init__(self, make_policy: Callable[[], EvictionPolicy]) -> None:
         self._make_policy = make_policy
-        self._levels: dict[int, EvictionPolicy] = {}
+        self._levels: dict[int, EvictionPolicy] = {}  # by priority
         self._level_of: dict[str, int] = {}
 
     def __contains__(self, session_id: str) -> bool:
@@ -226,23 +226,16 @@ class SessionsBy:
             return ()
         return found.sessions if isinstance(found, _Several) else (found,)
 
-    def __iter__(self) -> Iterator[int | str]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
-
     def add(self, key: int | str, session: Session) -> None:
         """Enter a session. It must not be entered under this key yet."""
-        self._set(key, (*self[key], session))
+        others = self[key]
+        self._found[key] = _Several((*others, session)) if others else session
 
     def remove(self, key: int | str, session: Session) -> None:
         """Take out a session. The key must have the session."""
-        self._set(key, tuple(one for one in self[key] if one is not session))
-
-    def _set(self, key: int | str, sessions: tuple[Session, ...]) -> None:
-        if sessions:
-            self._found[key] = _Several(sessions) if sessions[1:] else sessions[0]
+        others = tuple(one for one in self[key] if one is not session)
+        if others:
+            self._found[key] = _Several(others) if others[1:] else others[0]
         else:
             del self._found[key]
 
@@ -251,28 +244,19 @@ class SessionTable:
     """All sessions with blocks or a running request, and remembered sessions with neither.
 
     A request finds only sessions of the request's tenant. A request with a session name finds only sessions of this
-    name.
-
-    Args:
-        make_policy: makes an instance of the policy.
-        label: part of the ids of sessions without a name, different for each engine.
+    name. label: see `SessionManager`.
     """
 
     def __init__(
-        self,
-        make_policy: Callable[[], EvictionPolicy],
-        shape: MemoryShape,
-        blocks: BlockTable,
-        label: str,
-        shares: Shares,
+        self, policy: Callable[[], EvictionPolicy], shape: MemoryShape, blocks: BlockTable, label: str, shares: Shares
     ) -> None:
         self.shape, self.blocks, self._shares = shape, blocks, shares
         self.by_id: dict[str, Session] = {}
         self.by_number: dict[int, Session] = {}
         self.states: Counter[SessionState] = Counter()
-        self.resident = Order(make_policy)
+        self.resident = Order(policy)
         """Sessions that may have resident blocks. Each leaves if a check finds none, and enters again when used."""
-        self.orders = defaultdict[tuple[str | None, int], Order](lambda: Order(make_policy))
+        self.orders = defaultdict[tuple[str | None, int], Order](lambda: Order(policy))
         """Orders of unpinned sessions. A key has a tenant with a quota, or None for all tenants, and a number n.
 
         The order for n = 0 has the sessions that may have compressed blocks to drop. An order for a larger n has those
@@ -489,34 +473,17 @@ class SessionTable:
     def _view(self, session: Session) -> SessionView:
         blocks = len(session.rows)
         nbytes = self.blocks.nbytes_of(session.point_rows) if session.points else 0
-        return SessionView(
-            session.session_id,
-            blocks * self.shape.block_tokens,
-            blocks * self.shape.cold_nbytes + nbytes,
-            session.created,
-            session.last_used,
-            session.uses,
-            session.gap,
-            session.added_tokens,
-            session.answer_tokens,
-            session.left_tokens,
-            session.expected,
-            session.tool or session.ending,
-        )
+        sizes = blocks * self.shape.block_tokens, blocks * self.shape.cold_nbytes + nbytes
+        return SessionView(session.session_id, *sizes, *_viewed(session), session.tool or session.ending)
 
     # -- the session of a request ---------------------------------------------------------------------
 
     def attribute(self, hashes: Sequence[bytes], rows: Rows, name: str | None, tenant: str, now: float) -> Session:
-        """Return the session that a prompt belongs to, or a new session.
+        """Return the session that a prompt belongs to, or a new session. hashes, rows: of the prompt's full blocks.
 
         The prompt belongs to a session if it extends the session's blocks, even if their KV is gone. With a name, it
         also belongs to a session of which only the last answer comes back changed. If the prompt continues from the
         middle of a session, the client has changed an earlier message. A new session then inherits the older history.
-
-        Args:
-            hashes: block hashes of the prompt's full blocks.
-            rows: rows of these blocks.
-            name: the request's session name; None without a name.
         """
         found = self.find(rows, name, tenant, next(iter(self.named(name, tenant)), None))
         known = len(found.rows) if found is not None else 0
@@ -542,7 +509,7 @@ class SessionTable:
 
         The result is the longest session whose blocks are the prompt's first blocks. With a name, a session that has
         all the prompt's blocks goes first, because its client then asks the same prompt again. likely: session of this
-        name and tenant to try first, because it probably is the result.
+        name and tenant to try first.
         """
         if likely is not None and self._ends_alone(likely, rows):
             return likely
@@ -571,10 +538,6 @@ class SessionTable:
         If a block differs from the prompt's, the session keeps the blocks before. If the prompt has only the session's
         first blocks, the session keeps all blocks, unless the last answer comes back shorter: a named session's prompt
         then has more tokens than the last prompt. In this case the session keeps the prompt's blocks.
-
-        Args:
-            rows: of the prompt's full blocks.
-            tokens: number of the prompt's tokens.
         """
         length = common_prefix(session.rows, rows)
         if length < min(len(session.rows), len(rows)):
@@ -586,10 +549,7 @@ class SessionTable:
         """Return the number of a prompt's first blocks that the session, or a session of the same name, has.
 
         Behind these blocks, only exact blocks are loaded for the request. A request without a name that repeats a
-        session's whole prompt counts as a request of this session's client.
-
-        Args:
-            prompt: digest of the prompt; see `digest_of`.
+        session's whole prompt counts as a request of this session's client. prompt: see `digest_of`.
         """
         if session.name is not None:
             if self._ends_alone(session, rows):
@@ -641,9 +601,7 @@ class SessionTable:
         The chat template has then left out the model's thinking, or the client has changed the answer. Return None
         without a name, because the prompt may be a different client's.
         """
-        if name is None:
-            return None
-        known, origin = self._nearest(self._used(rows), name, tenant)
+        known, origin = (0, None) if name is None else self._nearest(self._used(rows), name, tenant)
         if origin is None or origin.requests or not 0 < known < min(len(origin.rows), len(rows)):
             return None
         prompt = origin.prompt_tokens
@@ -724,9 +682,7 @@ class SessionTable:
 def digest_of(tenant: str, hashes: Sequence[bytes], tail: bytes | None) -> str:
     """Return a prompt's number of full blocks, ":", and a digest of tenant and prompt; "" if 0, or if `tail` is None.
 
-    Args:
-        hashes: block hashes of the full blocks.
-        tail: the prompt's tokens behind the full blocks, as bytes; None if unknown.
+    hashes, tail: see `SessionManager.request_started`.
     """
     if tail is None or not hashes:
         return ""
