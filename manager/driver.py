@@ -255,7 +255,7 @@ class Driver:
             found = rows[: len(job)] if is_main else manager.blocks.find(job.group, job.block_hashes)
             marks, ids = manager.loaded_marks(found), job.block_ids
             kinds = 2 * marks + manager.is_coarse(found)
-            for kind in np.unique(kinds).tolist():
+            for kind in np.flatnonzero(np.bincount(kinds)).tolist():
                 some = ids[kinds == kind].tolist()
                 self._pool.marks.set(some, MARKS[kind >> 1], request.session.owner, bool(kind & 1))
                 if kind < 2:
@@ -306,8 +306,8 @@ class Driver:
         self._has_finished = True
         if now < self._looks_after:
             self._look_at = self._looks_after
-        points, finished = () if self.rests else points, self.manager.request_finished
-        outcome, plans = finished(request_id, hashes, now, tokens=tokens, points=points, ending=ending)
+        points, manager = () if self.rests else points, self.manager
+        outcome, plans = manager.request_finished(request_id, hashes, now, tokens=tokens, points=points, ending=ending)
         self._begin(plans)
         return outcome
 
@@ -323,9 +323,8 @@ class Driver:
         manager.said.expire(now)
         if now >= self._looks_after:
             self._look_at = inf
-        # True if fewer blocks are free than running requests may take in a step, or than the first waiting one needs.
-        is_short = len(self._pool) < max(taken, self._first_waiting)
-        revokes = self._holding > 0 and is_short
+        # True if running requests may take more blocks in a step than are free, or if the first waiting one needs more.
+        revokes = self._holding > 0 and len(self._pool) < max(taken, self._first_waiting)
         if not self.rests:
             wanted, room = self.wanted(now), self._room
             self._begin(manager.plan_stores(now, room, wanted))

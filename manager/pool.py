@@ -162,10 +162,8 @@ class Pool(Protocol):
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
         """Yield saved blocks that will not be overwritten soon, unless their KV was decoded.
 
-        Referenced blocks come first. Free blocks follow, those first that are overwritten last.
-
-        Args:
-            spare: number of free saved blocks to leave out, from the head of the free queue on.
+        Referenced blocks come first. Free blocks follow, those first that are overwritten last. spare: number of free
+        saved blocks to leave out, from the head of the free queue on.
         """
 
 
@@ -173,9 +171,7 @@ class Runway:
     """Number of blocks in the free queue before the first unsaved block.
 
     Counting walks the free queue. The queue is walked again only if requests may have taken too many blocks since.
-
-    Args:
-        ahead: least number of blocks to look at in a walk.
+    ahead: least number of blocks to look at in a walk.
     """
 
     def __init__(self, pool: Pool, ahead: int) -> None:

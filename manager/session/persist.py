@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,6 +32,7 @@ HISTORY = (
 """Attributes of a session copied unchanged into the journal."""
 TIMES = ("created", "last_used", "expected")  # attributes of a session with times; in the journal, Unix seconds
 FACTS = (*HISTORY, *TIMES, "is_pinned")
+Inner: TypeAlias = Sequence[Sequence[int]]  # by row, the value of `BlockTable.inner`; empty for no refinements
 
 
 class _Link:
@@ -45,17 +46,11 @@ class _Link:
         manager.table.take_changes()  # the first call makes the table note changes
 
     def _enter_saved(
-        self,
-        rows: Rows,
-        nbytes: ArrayLike,
-        exact: ArrayLike,
-        marks: ArrayLike,
-        tenant: str,
-        inner: Sequence[Sequence[int]] = (),
+        self, rows: Rows, nbytes: ArrayLike, exact: ArrayLike, marks: ArrayLike, tenant: str, inner: Inner = ()
     ) -> None:
         """Mark rows as saved if a session uses them and this engine has not stored them.
 
-        nbytes, exact, marks, tenant: see `BlockTable.save`. inner: values of `BlockTable.inner` for the first rows.
+        nbytes, exact, marks, tenant: see `BlockTable.save`. inner: for the first rows; the others have no refinements.
         """
         blocks = self._manager.blocks
         is_new = (blocks.status[rows] == 0) & (blocks.users[rows] > 0)
@@ -325,10 +320,8 @@ class _PromptLookup:
 class RedisLink(_Link):
     """Looks up blocks stored by other engines in Redis, and publishes this engine's sessions there.
 
-    Args:
-        fronts: fast tiers in front of Redis.
-        needed: returns the blocks of further KV cache groups that a session needs to continue behind its first n
-            blocks, given n. Each is a group and a position. None for a model with a single group.
+    needed: returns the blocks of further KV cache groups that a session needs to continue behind its first n blocks,
+    given n. Each is a group and a position. None for a model with a single group.
     """
 
     def __init__(
@@ -347,8 +340,7 @@ class RedisLink(_Link):
     def look_up(self, request: Request, usable: int) -> None:
         """Ask Redis for a new request's blocks, from the first neither resident nor saved. Pass over short prompts.
 
-        Args:
-            usable: number of the prompt's first blocks that may be loaded; see `Driver.usable`.
+        usable: see `Driver.matched`.
         """
         manager, hashes, session_id = self._manager, request.hashes[:usable], request.session.session_id
         main, marks = manager.shape.main, manager.pool.marks

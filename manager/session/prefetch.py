@@ -129,11 +129,7 @@ class Prefetcher:
         """Note that vLLM has allocated a request's blocks. Report a hit if a prefetch made these blocks resident.
 
         A prefetch hits if all blocks that session and prompt have in common were resident, or `usable` blocks were.
-
-        Args:
-            rows: of the prompt's full blocks.
-            resident: number of the prompt's first blocks that were resident.
-            usable: number of the prompt's first blocks that vLLM can use without computing.
+        rows: of the prompt's full blocks. resident, usable: see `Driver.matched`.
         """
         first = next((row for row in rows[:resident][::-1].tolist() if row in self.ready), None)
         if first is None:

@@ -17,16 +17,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from manthan.manager.pool import Owner
-from manthan.manager.session.blocks import (
-    MOST_INNER,
-    NO_ROWS,
-    NOBODY,
-    BlockTable,
-    MemoryShape,
-    Rows,
-    common_prefix,
-    first_false,
-)
+from manthan.manager.session.blocks import MOST_INNER, NO_ROWS, NOBODY, BlockTable, MemoryShape, Rows, common_prefix
 from manthan.policies import EvictionPolicy, SessionView
 
 REMEMBERED = 1024  # about how many sessions are recognized by their last block; and 2 more for each in the table
@@ -474,7 +465,7 @@ class SessionTable:
         blocks = len(session.rows)
         nbytes = self.blocks.nbytes_of(session.point_rows) if session.points else 0
         sizes = blocks * self.shape.block_tokens, blocks * self.shape.cold_nbytes + nbytes
-        return SessionView(session.session_id, *sizes, *_viewed(session), session.tool or session.ending)
+        return SessionView(session.session_id, *sizes, *_viewed(session), ending=session.tool or session.ending)
 
     # -- the session of a request ---------------------------------------------------------------------
 
@@ -513,7 +504,7 @@ class SessionTable:
         """
         if likely is not None and self._ends_alone(likely, rows):
             return likely
-        used = self._used(rows)
+        used = self.blocks.used(rows)
         if name is None:
             found = self._longest(used, None, tenant)
             if found is not None and found.name is None and len(found.rows) < len(rows):
@@ -554,7 +545,7 @@ class SessionTable:
         if session.name is not None:
             if self._ends_alone(session, rows):
                 return len(session.rows)
-            return self._nearest(self._used(rows), session.name, session.tenant)[0]
+            return self._nearest(self.blocks.used(rows), session.name, session.tenant)[0]
         origin = None if len(session.rows) else self._prompts.get(prompt)
         if origin is not None and len(origin.rows) >= len(rows):
             session.owner = origin.owner
@@ -568,10 +559,6 @@ class SessionTable:
         session.prompt_end = prompt
         if prompt:
             self._prompts[prompt] = session
-
-    def _used(self, rows: Rows) -> Rows:
-        """Return the rows before the first whose block no session has."""
-        return rows[: first_false(self.blocks.users[rows] > 0)]
 
     def _longest(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
         """Return the longest session whose last block is among these rows. name: None for sessions of any name."""
@@ -601,7 +588,7 @@ class SessionTable:
         The chat template has then left out the model's thinking, or the client has changed the answer. Return None
         without a name, because the prompt may be a different client's.
         """
-        known, origin = (0, None) if name is None else self._nearest(self._used(rows), name, tenant)
+        known, origin = (0, None) if name is None else self._nearest(self.blocks.used(rows), name, tenant)
         if origin is None or origin.requests or not 0 < known < min(len(origin.rows), len(rows)):
             return None
         prompt = origin.prompt_tokens
@@ -612,7 +599,7 @@ class SessionTable:
 
         `session` gets no history if several sessions have the last common block, or a request of the older one runs.
         """
-        known = len(self._used(rows))
+        known = len(self.blocks.used(rows))
         origin = self._holder(int(rows[known - 1]), session.tenant) if known else None
         if origin is None:  # only other tenants' sessions have all of the rows
             known, origin = self._nearest(rows[:known], None, session.tenant)
