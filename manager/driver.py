@@ -122,8 +122,6 @@ class Driver:
         self._was_answered = self._has_finished = False
         self.rests = False  # true while no store and no prefetch may begin; see `halt`
 
-    # -- requests -------------------------------------------------------------------------------------
-
     def started(self, request: Request, blocks: int) -> None:
         """Take a request that `SessionManager.request_started` has made. blocks: number of blocks that it needs."""
         self._waiting[request.request_id] = blocks
@@ -212,8 +210,9 @@ class Driver:
         request = self._requests.get(request_id)
         if request is None or not request.lossy:
             return
-        if derived := self._pool.marks.exact(block_ids) - request.exact:
-            self._pool.marks.set(derived, Mark.DERIVED, request.session.owner)
+        marks = self._pool.marks
+        if derived := set(block_ids) - marks.lossy(block_ids) - request.exact:
+            marks.set(derived, Mark.DERIVED, request.session.owner)
 
     def cached(self, request_id: str, blocks: int) -> None:
         """Note that at least the first `blocks` full blocks of a running request are in the prefix cache."""
@@ -310,8 +309,6 @@ class Driver:
         outcome, plans = manager.request_finished(request_id, hashes, now, tokens=tokens, points=points, ending=ending)
         self._begin(plans)
         return outcome
-
-    # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, taken: int, now: float) -> Work:
         """Return the orders of this step. taken: most blocks that the step's requests can have taken from the pool."""
@@ -423,8 +420,6 @@ class Driver:
         """Number of blocks that stores reference, because not all storing ranks have gathered them."""
         return sum(len(store.block_ids) for store in self._stores.values())
 
-    # -- results --------------------------------------------------------------------------------------
-
     def gathered(self, job_ids: Iterable[int]) -> None:
         """Take ids of stores, each once for a rank that gathered it. Free blocks that all storing ranks gathered."""
         for job_id in job_ids:
@@ -516,8 +511,6 @@ class Driver:
             self._let_go(store)
             self._refuse(store, {at: {RESET} for at in range(len(job))}, now)
 
-    # -- the rest -------------------------------------------------------------------------------------
-
     def steer(self, what: str, session: Session, now: float, seconds: float | None = None, tool: str = "") -> str:
         """Obey an operator's order: "prefetch", or see `SessionManager.steer`. Return a reason for a refusal, or ""."""
         if what != "prefetch":
@@ -552,8 +545,6 @@ class Driver:
         self.prefetcher.reset()
         for request in self._requests.values():
             request.found, request.computed = None, 0
-
-    # -- after an error -------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """Give back blocks of stores and prefetches that no worker knows. Leave the manager alone: it may be wrong."""

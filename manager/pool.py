@@ -59,10 +59,6 @@ class Marks:
         """Return the ids among `block_ids` of lossy blocks."""
         return self._lossy.keys() & block_ids if self._lossy else set()
 
-    def exact(self, block_ids: Iterable[int]) -> set[int]:
-        """Return the ids among `block_ids` of exact blocks."""
-        return set(block_ids).difference(self._lossy)
-
     def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None, is_coarse: bool = False) -> None:
         """Mark blocks. An exact block has no owner.
 

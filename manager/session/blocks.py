@@ -172,8 +172,6 @@ class BlockTable:
         used[self._free[: self._free_count]] = False
         return np.nonzero(used)[0].astype(np.int32)
 
-    # -- names ----------------------------------------------------------------------------------------
-
     def find(self, groups: ArrayLike, block_hashes: Sequence[bytes]) -> Rows:
         """Return the row of each block, -1 for a block without a row. groups: group of each block, or of all."""
         if not block_hashes or not len(self):
@@ -316,8 +314,6 @@ class BlockTable:
         free[self._free_count : self._free_count + new - old] = np.arange(new - 1, old - 1, -1)
         self._free, self._free_count = free, self._free_count + new - old
 
-    # -- users of a block ----------------------------------------------------------------------------
-
     def refer(self, column: NDArray[Any], rows: Rows, by: int) -> None:
         """Add `by` to `column` (users, holds or pins) in rows, none twice. Free rows that are then unneeded."""
         column[rows] += by
@@ -348,8 +344,6 @@ class BlockTable:
         self.group[gone] = -128  # no group's number, so that `_probe` never finds the row
         self._free[self._free_count : self._free_count + len(gone)] = gone
         self._free_count += len(gone)
-
-    # -- compressed blocks ----------------------------------------------------------------------------
 
     def nbytes_of(self, rows: Rows) -> int:
         """Return the bytes of the compressed blocks of rows."""
@@ -462,8 +456,6 @@ class BlockTable:
         for group, count in enumerate(np.bincount(self.group[rows] + 1).tolist(), NO_GROUP):
             if count:
                 self.saved_blocks[group] = self.saved_blocks.get(group, 0) + sign * count
-
-    # -- tenants --------------------------------------------------------------------------------------
 
     def tenant_number(self, tenant: str) -> int:
         """Return a tenant's number. While the tenant's blocks take no bytes, the number may change."""

@@ -281,8 +281,9 @@ class SaidBySession:
             if session.kept < before:
                 self._table.enter_order_again(session)
         self.pins.discard(session.session_id)
-        if ends := [until for until in (session.pinned_until, *dict(session.keeps)) if until is not None]:
-            self.pins.set(session.session_id, min(ends))
+        ends = session.pinned_until, *(until for until, _ in session.keeps)
+        if known := [until for until in ends if until is not None]:
+            self.pins.set(session.session_id, min(known))
         return refused
 
     def _count(self, hint: str, session: Session, rows: Rows) -> str:

@@ -154,13 +154,10 @@ class SessionManager:
 
     Args:
         policy: class that orders the sessions with compressed blocks; the first lose theirs first.
-        shape: sizes of the blocks.
         capacity_nbytes: hard budget of the tiers, all ranks together.
         idle_after_s: seconds from the end of a session's last request until the session is saved.
-        events: the engine's stream of events.
         min_tokens: least length of a session, rounded up to blocks. Shorter sessions are forgotten when idle.
         label: part of the ids of sessions without a name, different for each engine.
-        options: options of the policy; None for the defaults.
         shares: shares of the budget for pinned sessions, for tenants, and for first blocks that sessions share.
         sink_tokens: number of first tokens of each session that are kept exact.
         quality: quality of requests without a hint of quality; see `Hints`.
@@ -508,7 +505,7 @@ class SessionManager:
             is_asked = blocks.holds[row] > 1  # a request has the block in its prompt, too; the caller has one hold
             is_computed = is_asked or self._pool_marks(np.array([row], np.int32))[0] != Mark.DECODED
             depth = int(blocks.depth[row])
-            for session in list(self.table.holders(row, depth)):
+            for session in list(self.table.holders(row)):
                 if is_computed:
                     self._save_later(session)
                 elif not session.requests:
@@ -591,14 +588,14 @@ class SessionManager:
     def _save(self, session: Session, room: int, now: float) -> list[Store]:
         """Begin to store a session's blocks, the first ones first, because later blocks are worthless without them."""
         blocks, rows = self.blocks, session.rows
-        needed = rows[blocks.status[rows] == 0]
-        if self.points.is_needed:  # without the deepest resume point, the rest is worthless
+        if self.points.is_needed:  # the session may be too large even for empty tiers
             known = np.concatenate([rows, session.point_rows])
             taken = blocks.nbytes_of(known) + int(blocks.reserved[known].sum(dtype=np.int64))
-            if taken + len(needed) * self.shape.groups[self.shape.main].bounds[0] > self.budget_nbytes:
+            unsaved = int((blocks.status[rows] == 0).sum())
+            if taken + unsaved * self.shape.groups[self.shape.main].bounds[0] > self.budget_nbytes:
                 self.cut(session, 0, DropCause.BUDGET)
                 return []
-        needed = needed[:room]
+        needed = rows[blocks.status[rows] == 0][:room]
         makes_room = session.is_pinned or (session.is_pressed and not self._is_exclusive)
         plans, taken, is_gone = self._begin(needed, session, is_pressed=makes_room)
         if is_gone:  # blocks behind a lost block are worthless
@@ -667,7 +664,7 @@ class SessionManager:
         """Return for each row `Session.number` of a session that has the block; 0 for none."""
         for row in rows[self.blocks.origin[rows] == 0].tolist():
             if not self.blocks.origin[row]:
-                for session in islice(self.table.holders(row, int(self.blocks.depth[row])), 1):
+                for session in islice(self.table.holders(row), 1):
                     self.blocks.change_origin(session.rows, 0, session.number)
         return self.blocks.origin[rows]
 
@@ -764,7 +761,7 @@ class SessionManager:
             good = good[~dropped]
         rows = store.rows[good]
         for row in rows[blocks.is_saved(rows)][:1].tolist():  # sessions that share one of the blocks share the first
-            for session in self.table.holders(row, int(blocks.depth[row])):
+            for session in self.table.holders(row):
                 self.table.touch(session)
         sizes, parts = [nbytes[at] for at in good.tolist()], [inner.get(at, ()) for at in good.tolist()]
         mark = Mark.DERIVED if self._is_shared else transfer.mark  # another engine may replace a shared tier's block

@@ -269,8 +269,6 @@ class SessionTable:
         self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, numbers of nameless sessions
         self._forks = defaultdict[str, Iterator[int]](lambda: count(2))
 
-    # -- sessions -------------------------------------------------------------------------------------
-
     def create(self, name: str | None, tenant: str, now: float, session_id: str = "") -> Session:
         """Enter a new session without blocks. session_id: the id; empty to make one."""
         session = Session(session_id or self._new_id(name, tenant), name, tenant, next(self._numbers), now, now)
@@ -419,8 +417,6 @@ class SessionTable:
         for tell in self.gone:
             tell(session)
 
-    # -- the policy's order ---------------------------------------------------------------------------
-
     def victims(self, order: Order) -> Iterator[Session]:
         """Yield the sessions of `order`, first victim first."""
         return map(self.by_id.__getitem__, order.victims())
@@ -465,9 +461,7 @@ class SessionTable:
         blocks = len(session.rows)
         nbytes = self.blocks.nbytes_of(session.point_rows) if session.points else 0
         sizes = blocks * self.shape.block_tokens, blocks * self.shape.cold_nbytes + nbytes
-        return SessionView(session.session_id, *sizes, *_viewed(session), ending=session.tool or session.ending)
-
-    # -- the session of a request ---------------------------------------------------------------------
+        return SessionView._make((session.session_id, *sizes, *_viewed(session), session.tool or session.ending))
 
     def attribute(self, hashes: Sequence[bytes], rows: Rows, name: str | None, tenant: str, now: float) -> Session:
         """Return the session that a prompt belongs to, or a new session. hashes, rows: of the prompt's full blocks.
@@ -508,7 +502,7 @@ class SessionTable:
         if name is None:
             found = self._longest(used, None, tenant)
             if found is not None and found.name is None and len(found.rows) < len(rows):
-                is_start = self._has_several(int(found.rows[-1]), len(found.rows) - 1, tenant)
+                is_start = self._has_several(int(found.rows[-1]), tenant)
                 return None if is_start else found  # a begin of several sessions, such as a system prompt
             return found
         known, near = self._nearest(used, name, tenant)
@@ -605,7 +599,7 @@ class SessionTable:
             known, origin = self._nearest(rows[:known], None, session.tenant)
         if origin is None or known == len(origin.rows) or origin.requests:
             return
-        if self._has_several(int(origin.rows[known - 1]), known - 1, session.tenant):
+        if self._has_several(int(origin.rows[known - 1]), session.tenant):
             return
         session.created, session.uses, session.last_used = origin.created, origin.uses, origin.last_used
         session.left_tokens = (len(origin.rows) - known) * self.shape.block_tokens
@@ -616,19 +610,18 @@ class SessionTable:
         """Return a session of the tenant that has the block with this row; None without one."""
         found = self.by_number.get(int(self.blocks.origin[row]))
         if found is None or found.tenant != tenant:
-            found = next(self.holders(row, int(self.blocks.depth[row]), tenant), None)
+            found = next(self.holders(row, tenant), None)
         return found
 
-    def holders(self, row: int, depth: int, tenant: str | None = None) -> Iterator[Session]:
+    def holders(self, row: int, tenant: str | None = None) -> Iterator[Session]:
         """Yield the sessions of a tenant, or of all for None, that have the block. The search visits each session."""
         some: Iterable[Session] = self.by_id.values() if tenant is None else self._of_tenant.get(tenant, ())
+        depth = int(self.blocks.depth[row])
         return (session for session in some if session.has(row, depth))
 
-    def _has_several(self, row: int, depth: int, tenant: str) -> bool:
+    def _has_several(self, row: int, tenant: str) -> bool:
         """True if several sessions of the tenant have the block."""
-        return self.blocks.users[row] > 1 and len(list(islice(self.holders(row, depth, tenant), 2))) > 1
-
-    # -- remembered sessions, with or without KV -------------------------------------------------------
+        return self.blocks.users[row] > 1 and len(list(islice(self.holders(row, tenant), 2))) > 1
 
     def remember(self, session: Session) -> None:
         """Note the session's last block at the end of a request, so that later prompts with it find the session."""
