@@ -580,7 +580,7 @@ class SessionManager:
         self.saving[session], session.is_pressed = now, is_pressed
 
     def _stop_saving(self, session: Session) -> None:
-        """Save a session neither now nor later."""
+        """Stop saving a session, and forget the time at which it was to be saved."""
         self.due.discard(session.session_id)
         if self.saving.pop(session, None) is not None:
             self.table.touch(session)
@@ -941,7 +941,7 @@ class SessionManager:
         """Begin to store again, lossy, a tenant's exact heads of fewer than `users` sessions: about `needed` bytes."""
         blocks, main, rows = self.blocks, self.shape.main, np.array(list(self._heads), np.int32)
         can_shrink = (blocks.users[rows] < users) & (blocks.status[rows] == SAVED) & (blocks.pins[rows] == 0)
-        can_shrink &= blocks.tenant[rows] == blocks.tenant_number(session.tenant)
+        can_shrink &= (blocks.tenant[rows] == blocks.tenant_number(session.tenant)) & (blocks.group[rows] == main)
         rows = rows[can_shrink & (self.sink_tokens(rows, main) < self.shape.block_tokens)]
         rows = rows[np.lexsort((-blocks.depth[rows], blocks.users[rows]))][:MOST_HEADS]
         rows = rows[self._pool_marks(rows) == Mark.EXACT] if len(rows) else rows
