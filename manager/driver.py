@@ -67,8 +67,6 @@ class Driver:
         bursts: multiples of the burst, see BURSTS. A watermark is the larger of its share of the pool and its multiple.
         fronts: fast tiers in front of the last tier, the fastest first.
         prefetch_lead_s: seconds from a prefetch to the session's expected request; None for no prefetches.
-        redis: finds other engines' sessions and blocks, and publishes this engine's own; None without Redis.
-        journal: writes sessions to the disk for the next engine; None for no journal.
         guard: chooses the codec; None for the configured codec.
         again: number of blocks at the end of a prefix cache hit that vLLM computes again, as with EAGLE.
         last_tokens: number of prompt tokens that vLLM computes on a full hit.
@@ -112,7 +110,7 @@ class Driver:
         self._load_of: dict[int, str] = {}  # by job id, the id of the request that the job loads for
         self._granted: list[Transfer] = []  # stores for the next step's orders
         self._loads: list[Transfer] = []  # loads for the next step's orders
-        self._drops: list[BlocksDropped | BlocksTrimmed] = []
+        self._drops: list[BlocksDropped | BlocksTrimmed] = []  # for the next step's orders
         manager.events.subscribe(self._drops.append, BlocksDropped, BlocksTrimmed)
         self._waiting: dict[str, int] = {}  # by id of a waiting request, the number of blocks that it needs
         self._ordered = Work()  # orders of the last step, until the workers have them
@@ -123,8 +121,6 @@ class Driver:
         self._look_at = inf  # time of the next search, if a request ended while none was allowed; else infinity
         self._was_answered = self._has_finished = False
         self.rests = False  # true while no store and no prefetch may begin; see `halt`
-
-    # -- requests -------------------------------------------------------------------------------------
 
     def started(self, request: Request, blocks: int) -> None:
         """Take a request that `SessionManager.request_started` has made. blocks: number of blocks that it needs."""
@@ -158,8 +154,7 @@ class Driver:
             return None
         if request.is_unserved or resident >= usable:
             return 0
-        rows = request.rows
-        prefetch = self.prefetcher.load
+        rows, prefetch = request.rows, self.prefetcher.load
         if prefetch is not None and resident < len(rows) and prefetch.brings(int(rows[resident])):
             return None
         return max(0, self.manager.match(request, resident, usable) - self._again)
@@ -196,11 +191,9 @@ class Driver:
             request.exact, request.lossy = set(), self._lossy_tokens(block_ids)
 
     def handed(self, request_id: str, decoded: Sequence[Sequence[int]], derived: Sequence[Sequence[int]]) -> None:
-        """Mark blocks with KV that another engine has computed and handed over. Each argument has a list per group.
+        """Mark blocks with KV that another engine has computed and handed over. See `Mark`.
 
-        Args:
-            decoded: ids of blocks with KV that a lossy codec may have changed.
-            derived: ids of blocks with KV that the other engine computed behind decoded blocks.
+        decoded, derived: for each KV cache group, ids of the blocks with this mark.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -217,8 +210,9 @@ class Driver:
         request = self._requests.get(request_id)
         if request is None or not request.lossy:
             return
-        if derived := self._pool.marks.exact(block_ids) - request.exact:
-            self._pool.marks.set(derived, Mark.DERIVED, request.session.owner)
+        marks = self._pool.marks
+        if derived := set(block_ids) - marks.lossy(block_ids) - request.exact:
+            marks.set(derived, Mark.DERIVED, request.session.owner)
 
     def cached(self, request_id: str, blocks: int) -> None:
         """Note that at least the first `blocks` full blocks of a running request are in the prefix cache."""
@@ -260,14 +254,12 @@ class Driver:
             found = rows[: len(job)] if is_main else manager.blocks.find(job.group, job.block_hashes)
             marks, ids = manager.loaded_marks(found), job.block_ids
             kinds = 2 * marks + manager.is_coarse(found)
-            counts = np.bincount(kinds, minlength=2).tolist()
-            for kind, count in enumerate(counts):
-                if count:
-                    some = (ids if count == len(ids) else ids[kinds == kind]).tolist()
-                    self._pool.marks.set(some, MARKS[kind >> 1], request.session.owner, bool(kind & 1))
-                    if kind < 2:
-                        request.exact.update(some)
-            lossy = max(lossy, sum(counts[2:]))
+            for kind in np.flatnonzero(np.bincount(kinds)).tolist():
+                some = ids[kinds == kind].tolist()
+                self._pool.marks.set(some, MARKS[kind >> 1], request.session.owner, bool(kind & 1))
+                if kind < 2:
+                    request.exact.update(some)
+            lossy = max(lossy, int(np.count_nonzero(marks)))
             if manager.shape.groups[job.group].levels > 1:
                 manager.events(Loading(manager.blocks.level[found[marks == Mark.DECODED]].tolist()))
         request.lossy += lossy * manager.shape.block_tokens
@@ -313,14 +305,10 @@ class Driver:
         self._has_finished = True
         if now < self._looks_after:
             self._look_at = self._looks_after
-        points = () if self.rests else points
-        outcome, plans = self.manager.request_finished(
-            request_id, hashes, now, tokens=tokens, points=points, ending=ending
-        )
+        points, manager = () if self.rests else points, self.manager
+        outcome, plans = manager.request_finished(request_id, hashes, now, tokens=tokens, points=points, ending=ending)
         self._begin(plans)
         return outcome
-
-    # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, taken: int, now: float) -> Work:
         """Return the orders of this step. taken: most blocks that the step's requests can have taken from the pool."""
@@ -329,13 +317,11 @@ class Driver:
         self._overwritten += taken
         self._expect_burst(taken)
         self.runway.taken(taken)
-        if min(manager.said.ttls.least, manager.said.pins.least) <= now:
-            manager.said.expire(now)
+        manager.said.expire(now)
         if now >= self._looks_after:
             self._look_at = inf
-        # True if fewer blocks are free than running requests may take in a step, or than the first waiting one needs.
-        is_short = len(self._pool) < max(taken, self._first_waiting)
-        revokes = self._holding > 0 and is_short
+        # True if running requests may take more blocks in a step than are free, or if the first waiting one needs more.
+        revokes = self._holding > 0 and len(self._pool) < max(taken, self._first_waiting)
         if not self.rests:
             wanted, room = self.wanted(now), self._room
             self._begin(manager.plan_stores(now, room, wanted))
@@ -365,10 +351,7 @@ class Driver:
         return work
 
     def _smallest_first(self, loads: Sequence[Transfer]) -> Sequence[Transfer]:
-        """Return loads sorted by the sum of bytes that their request loads, the fewest first. Prefetches come last.
-
-        Workers begin the loads of an earlier step first. So a small load overtakes only loads of its own step.
-        """
+        """Return loads sorted by the sum of bytes that their request loads, the fewest first. Prefetches come last."""
         groups, nbytes = self.manager.shape.groups, Counter[str | None]()
         for job in loads:
             nbytes[job.request_id] += len(job) * groups[job.group].pool_nbytes
@@ -437,8 +420,6 @@ class Driver:
         """Number of blocks that stores reference, because not all storing ranks have gathered them."""
         return sum(len(store.block_ids) for store in self._stores.values())
 
-    # -- results --------------------------------------------------------------------------------------
-
     def gathered(self, job_ids: Iterable[int]) -> None:
         """Take ids of stores, each once for a rank that gathered it. Free blocks that all storing ranks gathered."""
         for job_id in job_ids:
@@ -467,9 +448,9 @@ class Driver:
         self._was_answered = True
         failed = {at for result in results for at in result.failed}
         causes = {at: {result.failed[at] for result in results if at in result.failed} for at in failed}
-        if store.is_void:
-            causes = {at: {RESET} for at in range(len(store.rows))}
         torn = [at for at in failed if any(result.failed.get(at) not in (NEEDED, RESET) for result in results)]
+        if store.is_void:
+            causes, torn = {at: {RESET} for at in range(len(store.rows))}, []
         self._refuse(store, causes, now, torn)
         sizes = np.array([result.nbytes for result in results])
         if good := [at for at in range(len(store.rows)) if at not in causes]:
@@ -478,19 +459,15 @@ class Driver:
             self.manager.stored(store, nbytes, now, inner)
 
     def _refuse(self, store: Store, causes: dict[int, set[str]], now: float, torn: Sequence[int] = ()) -> None:
-        """Tell the manager which blocks of a store are not saved.
+        """Tell the manager which blocks of a store are not saved. torn: see `SessionManager.store_failed`.
 
-        Args:
-            causes: by index in the store, the causes on the ranks.
-            torn: indices of blocks that some ranks may have stored and others not.
+        causes: by index in the store, the causes on the ranks.
         """
+        failures = [sorted(true) for told in causes.values() if (true := told - {NEEDED, RESET})]
         if causes:
-            torn = () if store.is_void else torn
-            is_refused = any(told - {NEEDED, RESET} for told in causes.values())
-            self.manager.store_failed(store, list(causes), now, is_refused, torn)
-        for told in (each - {NEEDED, RESET} for each in causes.values()):
-            if told:
-                self.manager.events(StoreFailed(sorted(told)))
+            self.manager.store_failed(store, list(causes), now, bool(failures), torn)
+        for each in failures:
+            self.manager.events(StoreFailed(each))
 
     def _answer_load(self, request_id: str, result: TransferResult) -> None:
         answers = self._loading[request_id]
@@ -534,8 +511,6 @@ class Driver:
             self._let_go(store)
             self._refuse(store, {at: {RESET} for at in range(len(job))}, now)
 
-    # -- the rest -------------------------------------------------------------------------------------
-
     def steer(self, what: str, session: Session, now: float, seconds: float | None = None, tool: str = "") -> str:
         """Obey an operator's order: "prefetch", or see `SessionManager.steer`. Return a reason for a refusal, or ""."""
         if what != "prefetch":
@@ -570,8 +545,6 @@ class Driver:
         self.prefetcher.reset()
         for request in self._requests.values():
             request.found, request.computed = None, 0
-
-    # -- after an error -------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """Give back blocks of stores and prefetches that no worker knows. Leave the manager alone: it may be wrong."""

@@ -28,12 +28,7 @@ class Choice(NamedTuple):
 
 
 class Guard:
-    """Chooses the codec.
-
-    Args:
-        choices: the configured codec, then finer codecs, and last "exact".
-        ranks: number of ranks that measure.
-    """
+    """Chooses the codec. choices: the configured codec, then finer codecs, and last "exact"."""
 
     def __init__(self, manager: SessionManager, choices: Sequence[Choice], ranks: int) -> None:
         self._manager, self._choices, self._ranks = manager, list(choices), ranks

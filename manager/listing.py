@@ -70,48 +70,30 @@ class Held:
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """Session as shown to users. Bytes are of all ranks together.
+    """Session as shown to users. Bytes are of all ranks together. Times have the offset given to `Listing.page`."""
 
-    Args:
-        id: for a tenant that asks, without the tenant's prefix.
-        hot_blocks, hot_bytes: blocks in vLLM's pool.
-        cold_blocks: saved blocks.
-        cold_bytes: bytes of saved blocks and of resume points in the tiers.
-        tiers: tiers that have some of the saved blocks or resume points, by name, the fastest first.
-        created, last_used: seconds of the manager's clock, plus the offset that was asked for (see `Listing.page`).
-        expected_return: time announced by the client, or estimated for the tool; of the same clock.
-        tool: tool that the client waits for.
-        parent: id of the session for which this one works, as a sub-agent.
-        lossy_tokens: number of the last request's cached tokens whose KV was restored by a lossy codec, or computed
-            from such KV.
-        exact: True if no block, resident or saved, is lossy.
-        level: number of refinements of the coarsest saved block; None without saved blocks, or for a codec without
-            refinements.
-        engine: index of the data-parallel engine.
-    """
-
-    id: str
+    id: str  # for a tenant that asks, without the tenant's prefix
     tenant: str
     state: SessionState
     tokens: int
     blocks: int
-    hot_blocks: int
-    cold_blocks: int
+    hot_blocks: int  # number of blocks in vLLM's pool
+    cold_blocks: int  # number of saved blocks
     hot_bytes: int
-    cold_bytes: int
-    tiers: Mapping[str, Held]
+    cold_bytes: int  # of saved blocks and of resume points in the tiers
+    tiers: Mapping[str, Held]  # by name of a tier that has some of the saved blocks or resume points, the fastest first
     created: float
     last_used: float
     requests: int
     pinned: bool
     priority: int
-    expected_return: float | None
-    tool: str
-    parent: str | None
-    lossy_tokens: int
-    exact: bool = True
-    level: int | None = None
-    engine: int = 0
+    expected_return: float | None  # time told by the client, or estimated for the tool
+    tool: str  # name of the tool that the client waits for
+    parent: str | None  # id of the session for which this one works, as a sub-agent
+    lossy_tokens: int  # see `Session.lossy_tokens`
+    exact: bool = True  # True if no block, resident or saved, is lossy
+    level: int | None = None  # least refinements of a saved block; None without saved blocks or without refinements
+    engine: int = 0  # index of the data-parallel engine
 
 
 Key: TypeAlias = tuple[float | str, str]
@@ -129,9 +111,7 @@ class Page(NamedTuple):
 class Listing:
     """Sessions of an engine. A page costs about O(n log(offset + limit)) for n sessions, by HOT_BYTES O(n log n).
 
-    Args:
-        fronts: the tiers in front of the last.
-        tiers: names of all tiers, the fastest first.
+    tiers: names of all tiers, the fastest first.
     """
 
     def __init__(self, manager: SessionManager, fronts: FrontTiers, tiers: Sequence[str]) -> None:
@@ -174,6 +154,7 @@ class Listing:
         points = points[blocks.is_saved(points)]
         resident = self._manager.pool.lookup(shape.main, blocks.hashes(rows))
         hot = sum(block_id >= 0 for block_id in resident)
+        held = {name: self._held(tier, saved, points) for tier, name in enumerate(self._tiers)}
         return SessionInfo(
             id=session.session_id if bound is None else session.told_id,
             tenant=session.tenant,
@@ -184,9 +165,7 @@ class Listing:
             cold_blocks=len(saved),
             hot_bytes=hot * shape.pool_nbytes,
             cold_bytes=self._blocks.nbytes_of(saved) + self._blocks.nbytes_of(points),
-            tiers={
-                name: held for tier, name in enumerate(self._tiers) if (held := self._held(tier, saved, points)).bytes
-            },
+            tiers={name: each for name, each in held.items() if each.bytes},
             created=round(session.created + offset, 3),
             last_used=round(session.last_used + offset, 3),
             requests=session.uses,
@@ -205,8 +184,6 @@ class Listing:
         saved, points = saved[has[self._blocks.moved[saved]]], points[has[self._blocks.moved[points]]]
         nbytes = self._blocks.nbytes_of(saved) + self._blocks.nbytes_of(points)
         return Held(len(saved) * self._table.shape.block_tokens, len(saved), nbytes)
-
-    # -- filter and order -----------------------------------------------------------------------------
 
     def _is_wanted(self, session: Session, query: Query) -> bool:
         name = session.session_id if query.bound is None else session.told_id

@@ -59,10 +59,6 @@ class Marks:
         """Return the ids among `block_ids` of lossy blocks."""
         return self._lossy.keys() & block_ids if self._lossy else set()
 
-    def exact(self, block_ids: Iterable[int]) -> set[int]:
-        """Return the ids among `block_ids` of exact blocks."""
-        return set(block_ids).difference(self._lossy)
-
     def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None, is_coarse: bool = False) -> None:
         """Mark blocks. An exact block has no owner.
 
@@ -162,10 +158,8 @@ class Pool(Protocol):
     def redundant(self, spare: int) -> Iterator[FreeBlock]:
         """Yield saved blocks that will not be overwritten soon, unless their KV was decoded.
 
-        Referenced blocks come first. Free blocks follow, those first that are overwritten last.
-
-        Args:
-            spare: number of free saved blocks to leave out, from the head of the free queue on.
+        Referenced blocks come first. Free blocks follow, those first that are overwritten last. spare: number of free
+        saved blocks to leave out, from the head of the free queue on.
         """
 
 
@@ -173,9 +167,7 @@ class Runway:
     """Number of blocks in the free queue before the first unsaved block.
 
     Counting walks the free queue. The queue is walked again only if requests may have taken too many blocks since.
-
-    Args:
-        ahead: least number of blocks to look at in a walk.
+    ahead: least number of blocks to look at in a walk.
     """
 
     def __init__(self, pool: Pool, ahead: int) -> None:

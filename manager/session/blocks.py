@@ -172,8 +172,6 @@ class BlockTable:
         used[self._free[: self._free_count]] = False
         return np.nonzero(used)[0].astype(np.int32)
 
-    # -- names ----------------------------------------------------------------------------------------
-
     def find(self, groups: ArrayLike, block_hashes: Sequence[bytes]) -> Rows:
         """Return the row of each block, -1 for a block without a row. groups: group of each block, or of all."""
         if not block_hashes or not len(self):
@@ -316,8 +314,6 @@ class BlockTable:
         free[self._free_count : self._free_count + new - old] = np.arange(new - 1, old - 1, -1)
         self._free, self._free_count = free, self._free_count + new - old
 
-    # -- users of a block ----------------------------------------------------------------------------
-
     def refer(self, column: NDArray[Any], rows: Rows, by: int) -> None:
         """Add `by` to `column` (users, holds or pins) in rows, none twice. Free rows that are then unneeded."""
         column[rows] += by
@@ -327,6 +323,10 @@ class BlockTable:
     def change_origin(self, rows: Rows, old: int, new: int) -> None:
         """Set the column `origin` to `new` in rows where it is `old`. Both are numbers of sessions, or 0."""
         self.origin[rows[self.origin[rows] == old]] = new
+
+    def used(self, rows: Rows) -> Rows:
+        """Return the rows before the first whose block no session has."""
+        return rows[: first_false(self.users[rows] > 0)]
 
     def unused(self, rows: Rows) -> Rows:
         """Return the rows among `rows` without users."""
@@ -344,8 +344,6 @@ class BlockTable:
         self.group[gone] = -128  # no group's number, so that `_probe` never finds the row
         self._free[self._free_count : self._free_count + len(gone)] = gone
         self._free_count += len(gone)
-
-    # -- compressed blocks ----------------------------------------------------------------------------
 
     def nbytes_of(self, rows: Rows) -> int:
         """Return the bytes of the compressed blocks of rows."""
@@ -377,8 +375,7 @@ class BlockTable:
         self.status[rows] |= STORING
         self.reserved[rows] = bounds
         self.storing += len(rows)
-        self._charge(rows, self.reserved[rows], +1)
-        self.reserved_nbytes += int(self.reserved[rows].sum(dtype=np.int64))
+        self.reserved_nbytes += self._charge(rows, self.reserved[rows], +1)
 
     def unreserve(self, rows: Rows) -> None:
         """Note that a store of rows has failed. A block saved before stays."""
@@ -401,12 +398,8 @@ class BlockTable:
     ) -> None:
         """Note that every rank has saved these rows. Arguments are a value for each row, or a value for all.
 
-        Args:
-            nbytes: bytes of the compressed block on all ranks.
-            exact: number of exact first tokens.
-            mark: `Mark` of the encoded KV.
-            tenant: tenant whose share counts the rows; None for the tenant given to `reserve`.
-            level, inner: see the columns.
+        nbytes, exact, mark, level, inner: see the columns. tenant: tenant whose share counts the rows; None for the
+        tenant given to `reserve`.
         """
         if tenant is not None:
             self.tenant[rows] = self.tenant_number(tenant)
@@ -442,8 +435,7 @@ class BlockTable:
         self.moved[rows] = moved
 
     def _end_store(self, rows: Rows) -> None:
-        self._charge(rows, self.reserved[rows], -1)
-        self.reserved_nbytes -= int(self.reserved[rows].sum(dtype=np.int64))
+        self.reserved_nbytes += self._charge(rows, self.reserved[rows], -1)
         self.status[rows] &= ~np.uint8(STORING)
         self.reserved[rows] = 0
         self.storing -= len(rows)
@@ -457,16 +449,13 @@ class BlockTable:
         self.status[rows] &= ~np.uint8(SAVED)
 
     def _count(self, rows: Rows, sign: int) -> None:
-        self._charge(rows, self.nbytes[rows], sign)
-        self.saved_nbytes += sign * self.nbytes_of(rows)
+        self.saved_nbytes += self._charge(rows, self.nbytes[rows], sign)
         self.exact_blocks += sign * int((self.exact[rows] > 0).sum())
         refined = (self.inner.take(rows, axis=0) > 0).sum(axis=1)
         self._refined += sign * np.bincount(refined, minlength=len(self._refined))
         for group, count in enumerate(np.bincount(self.group[rows] + 1).tolist(), NO_GROUP):
             if count:
                 self.saved_blocks[group] = self.saved_blocks.get(group, 0) + sign * count
-
-    # -- tenants --------------------------------------------------------------------------------------
 
     def tenant_number(self, tenant: str) -> int:
         """Return a tenant's number. While the tenant's blocks take no bytes, the number may change."""
@@ -489,10 +478,12 @@ class BlockTable:
         """Bytes taken or reserved by compressed blocks."""
         return self.saved_nbytes + self.reserved_nbytes
 
-    def _charge(self, rows: Rows, nbytes: NDArray[np.uint32], sign: int) -> None:
+    def _charge(self, rows: Rows, nbytes: NDArray[np.uint32], sign: int) -> int:
+        """Add `sign` times the bytes of rows to those that their tenants take. Return the sum."""
         if len(rows):
             counts = np.bincount(self.tenant[rows], weights=nbytes, minlength=len(self._tenant_nbytes))
             self._tenant_nbytes += sign * counts.astype(np.int64)
+        return sign * int(nbytes.sum(dtype=np.int64))
 
 
 def first_false(mask: Mask) -> int:
@@ -515,9 +506,7 @@ def common_prefix(rows: Rows, others: Rows) -> int:
 def runs(rows: Rows, keys: Collection[NDArray[np.generic]], depths: NDArray[np.int32], most: int) -> list[slice]:
     """Cut `rows` into runs of consecutive depths and equal keys, of `most` rows at most. Return a slice for each run.
 
-    Args:
-        keys: arrays with a value for each row. Rows of a run have the same value in each array.
-        depths: depth of each row.
+    keys: arrays with a value for each row. Rows of a run have the same value in each array.
     """
     breaks = np.zeros(len(rows) + 1, np.bool_)
     breaks[0] = breaks[-1] = True

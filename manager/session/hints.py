@@ -12,17 +12,7 @@ from statistics import quantiles
 from typing import TYPE_CHECKING, Annotated, Self
 
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    Strict,
-    StringConstraints,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from manthan.manager.config.model import QUALITY, Quality
 from manthan.manager.config.resolve import first_mistake, must_be, nearest
@@ -57,23 +47,27 @@ def check_session_id(session_id: str | None) -> None:
         raise HintError(f"session_id must have at most {LONGEST_NAME} printable characters, not {shown}")
 
 
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 LONGEST_S = 30 * 86_400  # longest time in a hint, in seconds: 30 days
-Seconds = Annotated[float, Strict(), Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
-SessionId = Annotated[
-    str, Strict(), StringConstraints(min_length=1, max_length=LONGEST_NAME), AfterValidator(_printable)
+Seconds = Annotated[float, Field(strict=True, gt=0, le=LONGEST_S, allow_inf_nan=False)]
+PrintableName = Annotated[str, Field(strict=True, max_length=LONGEST_NAME), AfterValidator(_printable)]
+SessionId = Annotated[PrintableName, Field(min_length=1)]
+SessionIds = Annotated[
+    tuple[SessionId, ...],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    Field(max_length=MOST_PREFETCHES),
 ]
-SessionIds = Annotated[tuple[SessionId, ...], BeforeValidator(_listed), Field(max_length=MOST_PREFETCHES)]
-PrintableName = Annotated[str, Strict(), StringConstraints(max_length=LONGEST_NAME), AfterValidator(_printable)]
+Priority = Annotated[int, Field(strict=True, ge=-HIGHEST_PRIORITY, le=HIGHEST_PRIORITY)]
 SECONDS = f"a number of seconds above 0, and at most {LONGEST_S} (30 days)"
 TOOL_NAME = f"a tool's name, of at most {LONGEST_NAME} printable characters"
-
-
 MOST_KEEPS = 16
 MOST_TOKENS = 10_000_000
+KEEPS = (
+    f"a list of up to {MOST_KEEPS} objects with from, to and seconds: token numbers from 0 to {MOST_TOKENS}, from "
+    f"below to, and {SECONDS}"
+)
+PRIORITY = f"a whole number from -{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}"
+SESSION_ID = f"a session id of 1 to {LONGEST_NAME} printable characters"
+SESSION_IDS = f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} printable characters"
 
 
 class TokenRange(BaseModel):
@@ -99,41 +93,23 @@ class Hints(BaseModel):
     for a time. ttl_s: seconds after the last use until the session is forgotten. priority: sessions of lower priority
     are dropped before those of higher priority, under every policy; 0 without any hint. release: drop the session at
     this request's end. expect_return_s: approximate seconds from this request's end until the client returns; None to
-    learn these from earlier waits for `tool`. tool: name of the tool that the client waits for. prefetch: ids of
-    sessions about to be used. parent_session_id: session that this session works for. tenant: tenant that the session
-    belongs to. quality: "exact" if this request takes exact KV only, "high" to take also KV decoded from blocks of
-    level `HIGH` or finer (see `Level`), "any" to take all decoded KV; None for the configured quality. store: False if
-    no KV of this and later requests of the session may reach a tier; True to allow this again.
+    learn these from earlier waits for `tool`. prefetch: ids of sessions about to be used. parent_session_id: session
+    that this session works for. quality: "exact" if this request takes exact KV only, "high" to take also KV decoded
+    from blocks of level `HIGH` or finer (see `Level`), "any" to take all decoded KV; None for the configured quality.
+    store: False if no KV of this and later requests of the session may reach a tier; True to allow this again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     pin: bool | None = Field(default=None, strict=True, description="true or false")
-    keep: tuple[TokenRange, ...] = Field(
-        default=(),
-        max_length=MOST_KEEPS,
-        description=f"a list of up to {MOST_KEEPS} objects with from, to and seconds: token numbers from 0 to "
-        f"{MOST_TOKENS}, from below to, and {SECONDS}",
-    )
+    keep: tuple[TokenRange, ...] = Field(default=(), max_length=MOST_KEEPS, description=KEEPS)
     ttl_s: Seconds | None = Field(default=None, description=SECONDS)
-    priority: int | None = Field(
-        default=None,
-        strict=True,
-        ge=-HIGHEST_PRIORITY,
-        le=HIGHEST_PRIORITY,
-        description=f"a whole number from -{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}",
-    )
+    priority: Priority | None = Field(default=None, description=PRIORITY)
     release: bool = Field(default=False, strict=True, description="true or false")
     expect_return_s: Seconds | None = Field(default=None, description=SECONDS)
     tool: PrintableName = Field(default="", description=TOOL_NAME)
-    prefetch: SessionIds = Field(
-        default=(),
-        description=f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} printable "
-        "characters",
-    )
-    parent_session_id: SessionId | None = Field(
-        default=None, description=f"a session id of 1 to {LONGEST_NAME} printable characters"
-    )
+    prefetch: SessionIds = Field(default=(), description=SESSION_IDS)
+    parent_session_id: SessionId | None = Field(default=None, description=SESSION_ID)
     tenant: PrintableName = Field(default="", description=f"a name of at most {LONGEST_NAME} printable characters")
     quality: Quality | None = Field(default=None, description=QUALITY)
     store: bool | None = Field(default=None, strict=True, description="true or false")
@@ -216,11 +192,7 @@ class ToolTimes:
 
 
 class SaidBySession:
-    """Does what hints ask for, or refuses it: pins, times to live, expected returns.
-
-    Args:
-        ttl_s: default seconds after the last use until a session is forgotten; None for never.
-    """
+    """Does what hints ask for, or refuses it: pins, times to live, expected returns. ttl_s: see `SessionManager`."""
 
     def __init__(self, manager: "SessionManager", ttl_s: float | None) -> None:
         self._manager, self._table, self._ttl_s = manager, manager.table, ttl_s
@@ -297,8 +269,9 @@ class SaidBySession:
         because its deepest resume point is at the end. Return the reason for a refusal; empty for none.
         """
         session.keeps, refused = tuple(each for each in session.keeps if each[0] > now), ""
+        before, session.kept = session.kept, 0
         if not session.is_pinned:
-            before, tokens = session.kept, max((end for _, end in session.keeps), default=0)
+            tokens = max((end for _, end in session.keeps), default=0)
             is_whole = tokens and self._manager.points.is_needed
             kept = len(session.rows) if is_whole else -(-tokens // self._manager.shape.block_tokens)
             session.kept = min(len(session.rows), kept)
@@ -307,13 +280,10 @@ class SaidBySession:
                 session.kept, session.keeps = 0, ()
             if session.kept < before:
                 self._table.enter_order_again(session)
-        else:
-            session.kept = 0
-        ends = [until for until, _ in session.keeps]
-        ends += [] if session.pinned_until is None else [session.pinned_until]
         self.pins.discard(session.session_id)
-        if ends:
-            self.pins.set(session.session_id, min(ends))
+        ends = session.pinned_until, *(until for until, _ in session.keeps)
+        if known := [until for until in ends if until is not None]:
+            self.pins.set(session.session_id, min(known))
         return refused
 
     def _count(self, hint: str, session: Session, rows: Rows) -> str:

@@ -19,7 +19,7 @@ from itertools import count, islice
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from manthan.manager import events
 from manthan.manager.config.model import Quality
@@ -49,6 +49,7 @@ from manthan.policies import EvictionPolicy, PolicyOptions
 from manthan.policies.ranking import Ranking
 
 DOUBLINGS = 5  # most doublings of the wait before a session is saved again, after the tiers failed or had no room
+MOST_HEADS = 512  # most first blocks of a session, shared with others, that are stored again at a time
 STRIDE = 32  # `lead_overwritten` looks up every 32nd block of a session in the pool
 LOOKED_AT = 32  # most sessions that `lead_overwritten` looks at
 STEP_BLOCKS = 64  # most blocks in a call of `to_order`, because each block takes time. A step makes one call
@@ -106,17 +107,12 @@ class Request:
 
 
 class Store:
-    """Transfer of blocks from the pool to the tiers, to begin or under way.
-
-    Args:
-        transfer: the job. The pool's blocks in it are referenced already.
-        rows: row of each block.
-        exact: number of first tokens of each block that are stored exact.
-        replaces: for each block, True if it is saved already, and is stored again.
-    """
+    """Transfer of blocks from the pool to the tiers, to begin or under way."""
 
     def __init__(self, transfer: Transfer, rows: Rows, exact: NDArray[np.uint16], replaces: Mask) -> None:
-        self.transfer, self.rows, self.exact, self.replaces = transfer, rows, exact, replaces
+        self.transfer, self.rows = transfer, rows
+        self.exact = exact  # number of first tokens of each block that are stored exact
+        self.replaces = replaces  # for each block, True if it is saved already, and is stored again
         self.answers = Answers([transfer])
         self.block_ids: list[int] = transfer.block_ids.tolist()  # referenced until all ranks have gathered the blocks
         self.gathered = 0  # number of ranks that have gathered the blocks: read them from the pool
@@ -158,13 +154,10 @@ class SessionManager:
 
     Args:
         policy: class that orders the sessions with compressed blocks; the first lose theirs first.
-        shape: sizes of the blocks.
         capacity_nbytes: hard budget of the tiers, all ranks together.
         idle_after_s: seconds from the end of a session's last request until the session is saved.
-        events: the engine's stream of events.
         min_tokens: least length of a session, rounded up to blocks. Shorter sessions are forgotten when idle.
         label: part of the ids of sessions without a name, different for each engine.
-        options: options of the policy; None for the defaults.
         shares: shares of the budget for pinned sessions, for tenants, and for first blocks that sessions share.
         sink_tokens: number of first tokens of each session that are kept exact.
         quality: quality of requests without a hint of quality; see `Hints`.
@@ -264,16 +257,13 @@ class SessionManager:
             left = session.tokens // self.shape.block_tokens - length
         if left:
             session.left_tokens = left * self.shape.block_tokens
-        known = 0 if session.tokens and not session.left_tokens else first_false(self.blocks.users[rows] > 0)
+        known = 0 if session.tokens and not session.left_tokens else len(self.blocks.used(rows))
         self._begin_use(session, request_id, now, prompt, known * self.shape.block_tokens)
         if length < len(session.rows):  # the old answer is no longer needed
             self.cut(session, length, DropCause.ABANDONED)
-        request, digest = (
-            Request(request_id, session, hashes, rows, prompt, now, hints),
-            digest_of(tenant, hashes, tail),
-        )
-        request.quality = hints.quality or self.quality
-        if request.quality != "exact":
+        digest, quality = digest_of(tenant, hashes, tail), hints.quality or self.quality
+        request = Request(request_id, session, hashes, rows, prompt, now, hints, quality=quality)
+        if quality != "exact":
             request.own = self.table.own_blocks(session, rows, digest)
         self.requests[request_id] = request
         self.table.enter_prompt(session, digest)
@@ -358,7 +348,6 @@ class SessionManager:
 
     def _begin_use(self, session: Session, request_id: str, now: float, tokens: int, known_tokens: int) -> None:
         self._stop_saving(session)
-        self.due.discard(session.session_id)
         if not session.requests:
             self.said.returned(session, now)
             session.stored = session.stored_nbytes = session.refusals = 0
@@ -401,9 +390,9 @@ class SessionManager:
         self.points.tidy(session)
         plans: list[Store] = []
         for depth, parts in wanted:
-            rows = self.enter_parts(parts)
-            point = self.points.place(session, depth, rows)
+            point = self.points.place(session, depth, parts)
             point.ends_prompt |= depth == wanted[-1].depth
+            rows = point.rows
             for group in np.unique(self.blocks.group[rows]).tolist():
                 needed = rows[(self.blocks.group[rows] == group) & (self.blocks.status[rows] == 0)]
                 begun = self._begin(needed, session, is_pressed=True)
@@ -413,11 +402,6 @@ class SessionManager:
                     break
         self.points.tidy(session)
         return plans
-
-    def enter_parts(self, parts: Sequence[tuple[int, bytes, int]]) -> Rows:
-        """Return the rows of a resume point's blocks, new rows for unknown blocks. parts: see `PointParts`."""
-        groups, hashes, positions = zip(*parts, strict=True) if parts else ((), (), ())
-        return self.blocks.enter(groups, hashes, positions)
 
     # -- loads ----------------------------------------------------------------------------------------
 
@@ -439,7 +423,7 @@ class SessionManager:
         if not self.points.is_needed:
             return length
         for end in range(length, 0, -1):
-            point = self.points.at(int(rows[end - 1]))
+            point = self.points.at.get(int(rows[end - 1]))
             if point is None or not self.points.stands(point) or (is_high and self.is_coarse(point.rows).any()):
                 continue  # the point cannot be loaded, or is too coarse
             if end <= own or self.is_exact(point.rows).all():
@@ -472,10 +456,9 @@ class SessionManager:
 
     def load_started(self, load_id: str, rows: Rows) -> Rows:
         """Pin the rows that a load reads, with those of the resume point behind `rows`. Return the point's rows."""
-        point = self.points.at(int(rows[-1])) if self.points.is_needed and len(rows) else None
+        point = self.points.at.get(int(rows[-1])) if len(rows) else None
         point_rows = NO_ROWS if point is None else point.rows
-        pinned = rows if self.shape.stores_main else NO_ROWS
-        self._loading[load_id] = np.concatenate([pinned, point_rows])
+        self._loading[load_id] = np.concatenate([rows if self.shape.stores_main else NO_ROWS, point_rows])
         self.blocks.refer(self.blocks.pins, self._loading[load_id], +1)
         return point_rows
 
@@ -483,8 +466,7 @@ class SessionManager:
         self, group: int, hashes: Sequence[bytes], ids: Sequence[int], session: Session, request_id: str | None = None
     ) -> Transfer:
         """Return a new job that loads blocks for a session. ids: the pool's blocks to load into."""
-        block_ids, tenant = np.array(ids, np.int32), session.tenant
-        job_id = next(self.job_ids)
+        job_id, block_ids, tenant = next(self.job_ids), np.array(ids, np.int32), session.tenant
         return Transfer(job_id, "load", group, list(hashes), block_ids, tenant=tenant, request_id=request_id)
 
     def load_finished(self, load_id: str, failed: Sequence[BlockName] = ()) -> None:
@@ -523,7 +505,7 @@ class SessionManager:
             is_asked = blocks.holds[row] > 1  # a request has the block in its prompt, too; the caller has one hold
             is_computed = is_asked or self._pool_marks(np.array([row], np.int32))[0] != Mark.DECODED
             depth = int(blocks.depth[row])
-            for session in list(self.table.holders(row, depth)):
+            for session in list(self.table.holders(row)):
                 if is_computed:
                     self._save_later(session)
                 elif not session.requests:
@@ -544,7 +526,7 @@ class SessionManager:
         """Begin stores and return them. The pool's blocks are referenced until the driver gives them back.
 
         Args:
-            room: most free blocks that these stores may reference. Shared first blocks stored again may exceed it.
+            room: most free blocks that these stores may reference. Up to 2 * MOST_HEADS heads may exceed it.
             wanted: number of blocks to save because memory is short; 0 for none.
         """
         for session_id in list(self.due.pop_until(now)):
@@ -598,41 +580,37 @@ class SessionManager:
         self.saving[session], session.is_pressed = now, is_pressed
 
     def _stop_saving(self, session: Session) -> None:
+        """Stop saving a session, and forget the time at which it was to be saved."""
+        self.due.discard(session.session_id)
         if self.saving.pop(session, None) is not None:
             self.table.touch(session)
 
     def _save(self, session: Session, room: int, now: float) -> list[Store]:
         """Begin to store a session's blocks, the first ones first, because later blocks are worthless without them."""
         blocks, rows = self.blocks, session.rows
-        if self.points.is_needed and self._is_too_large(session):
-            self.cut(session, 0, DropCause.BUDGET)
-            return []
+        if self.points.is_needed:  # the session may be too large even for empty tiers
+            known = np.concatenate([rows, session.point_rows])
+            taken = blocks.nbytes_of(known) + int(blocks.reserved[known].sum(dtype=np.int64))
+            unsaved = int((blocks.status[rows] == 0).sum())
+            if taken + unsaved * self.shape.groups[self.shape.main].bounds[0] > self.budget_nbytes:
+                self.cut(session, 0, DropCause.BUDGET)
+                return []
         needed = rows[blocks.status[rows] == 0][:room]
-        plans: list[Store] = []
-        if len(needed):
-            makes_room = session.is_pinned or (session.is_pressed and not self._is_exclusive)
-            begun = self._begin(needed, session, is_pressed=makes_room)
-            plans = begun.plans
-            if begun.is_gone:  # blocks behind a lost block are worthless
-                if lost := self.pool.lookup(self.shape.main, blocks.hashes(needed)).count(-1):
-                    self.events(events.Overwritten(lost))
-                self.cut(session, int(blocks.depth[needed[begun.taken]]), DropCause.ABANDONED)
-            elif begun.taken < len(needed):
-                if not session.refusals:  # while tiers are full, the pool spares the session's saved blocks, too
-                    self.to_order += ((self.pool.forget, part) for part in reversed(split(rows)))
-                self._put_off(session, now)
-                return plans
+        makes_room = session.is_pinned or (session.is_pressed and not self._is_exclusive)
+        plans, taken, is_gone = self._begin(needed, session, is_pressed=makes_room)
+        if is_gone:  # blocks behind a lost block are worthless
+            if lost := self.pool.lookup(self.shape.main, blocks.hashes(needed)).count(-1):
+                self.events(events.Overwritten(lost))
+            self.cut(session, int(blocks.depth[needed[taken]]), DropCause.ABANDONED)
+        elif taken < len(needed):
+            if not session.refusals:  # while tiers are full, the pool spares the session's saved blocks, too
+                self.to_order += ((self.pool.forget, part) for part in reversed(split(rows)))
+            self._put_off(session, now)
+            return plans
         if session in self.saving and self.table.by_id.get(session.session_id) is session:
             plans += self._replace_heads(session)
             self._check_cold(session, now)
         return plans
-
-    def _is_too_large(self, session: Session) -> bool:
-        """True if a session with resume points may be too large even for empty tiers."""
-        blocks, rows = self.blocks, np.concatenate([session.rows, session.point_rows])
-        taken = blocks.nbytes_of(rows) + int(blocks.reserved[rows].sum(dtype=np.int64))
-        bound = self.shape.groups[self.shape.main].bounds[0]
-        return taken + bound * int((blocks.status[session.rows] == 0).sum()) > self.budget_nbytes
 
     def _put_off(self, session: Session, now: float, is_refused: bool = True) -> None:
         """Save or check a session later. is_refused: True to double the wait, as after a failure or without room."""
@@ -648,11 +626,10 @@ class SessionManager:
         no room can be made is worth less than all sessions in the tiers. It is cut before its first block without room,
         and the pool may overwrite its further blocks.
         """
-        if not self.shape.stores_main:
-            return []
         main = self.shape.main
-        unsaved = self.pool.unsaved(wanted + self.runway.ahead)  # a block may have copies
-        rows = self.blocks.find(main, list(dict.fromkeys(each.block_hash for each in unsaved if each.group == main)))
+        unsaved = self.pool.unsaved(wanted + self.runway.ahead) if self.shape.stores_main else ()
+        hashes = dict.fromkeys(each.block_hash for each in unsaved if each.group == main)  # a block may have copies
+        rows = self.blocks.find(main, list(hashes))
         rows = rows[rows >= 0]
         saved = rows[self.blocks.is_saved(rows)][:wanted]
         self.pool.keep(main, self.blocks.hashes(saved))
@@ -677,9 +654,8 @@ class SessionManager:
                 plans += begun.plans
                 most -= begun.taken
                 if begun.taken < len(own) and not begun.is_gone and not session.requests:
-                    self.cut(
-                        session, int(self.blocks.depth[own[begun.taken]]), DropCause.BUDGET, rest=self.pool.give_up
-                    )
+                    depth = int(self.blocks.depth[own[begun.taken]])
+                    self.cut(session, depth, DropCause.BUDGET, rest=self.pool.give_up)
             if most <= 0:
                 break
         return plans
@@ -688,7 +664,7 @@ class SessionManager:
         """Return for each row `Session.number` of a session that has the block; 0 for none."""
         for row in rows[self.blocks.origin[rows] == 0].tolist():
             if not self.blocks.origin[row]:
-                for session in islice(self.table.holders(row, int(self.blocks.depth[row])), 1):
+                for session in islice(self.table.holders(row), 1):
                     self.blocks.change_origin(session.rows, 0, session.number)
         return self.blocks.origin[rows]
 
@@ -697,15 +673,13 @@ class SessionManager:
 
         Called when memory is short, because the blocks would be overwritten soon after the request's end.
         """
-        if not self.shape.stores_main or self.points.is_needed:
-            return []
-        if request.session.stays_out or request.session.refused_until > now:
-            return []
-        rows = request.rows[: request.computed]
+        rows, session = request.rows[: request.computed], request.session
         needed = rows[self.blocks.status[rows] == 0][:most]
-        return self._begin(needed, request.session, is_pressed=not self._is_exclusive).plans if len(needed) else []
+        if self.points.is_needed or session.stays_out or session.refused_until > now:
+            return []
+        return self._begin(needed, session, is_pressed=not self._is_exclusive).plans
 
-    def _begin(self, rows: Rows, session: Session, *, is_pressed: bool, exact: int | None = None) -> StoresBegun:
+    def _begin(self, rows: Rows, session: Session, *, is_pressed: bool, exact: ArrayLike | None = None) -> StoresBegun:
         """Begin to store blocks, up to the first that the pool lacks or has decoded, or that finds no room.
 
         Args:
@@ -726,7 +700,7 @@ class SessionManager:
         if not length or is_full:
             return StoresBegun([], 0, not length)  # the first block cannot be stored, or no block fits
         rows, marks = rows[:length], marks[:length]
-        counts = self._exact_tokens(rows, marks, group, session.tenant) if exact is None else np.full(length, exact)
+        counts = self._exact_tokens(rows, marks, group, session.tenant) if exact is None else np.resize(exact, length)
         bounds = np.array([shape.bounds[tokens] for tokens in counts.tolist()], np.int64)
         needed, before = rows, self.blocks.saved_nbytes
         self.blocks.refer(self.blocks.holds, needed, +1)
@@ -735,7 +709,7 @@ class SessionManager:
             fits = first_false(np.array(self.pool.lookup(group, hashes[:fits])) >= 0)
         self.pool.hold(ids[:fits])
         is_gone = is_gone and fits == length
-        rows, marks, counts = rows[:fits], marks[:fits], counts[:fits].astype(np.uint16)
+        rows, marks, counts = rows[:fits], marks[:fits], counts[:fits]
         replaces = self.blocks.is_saved(rows)
         self.blocks.reserve(rows, bounds[:fits], session.tenant)
         self.blocks.refer(self.blocks.holds, needed, -1)
@@ -749,11 +723,9 @@ class SessionManager:
         for part in runs(rows, (marks, np.cumsum(breaks)), self.blocks.depth[rows], JOB_BLOCKS):
             first, kept = int(self.blocks.depth[rows[part.start]]) * shape.tokens, int(counts[part].sum())
             end, mark = first + kept if kept else 0, Mark(int(marks[part.start]))
-            block_ids, tenant = np.array(ids[part], np.int32), session.tenant
-            transfer = Transfer(
-                next(self.job_ids), "store", group, hashes[part], block_ids, first, end, shape.codec, mark, tenant
-            )
-            plans.append(Store(transfer, rows[part], counts[part], replaces[part]))
+            job_id, block_ids, tenant = next(self.job_ids), np.array(ids[part], np.int32), session.tenant
+            transfer = Transfer(job_id, "store", group, hashes[part], block_ids, first, end, shape.codec, mark, tenant)
+            plans.append(Store(transfer, rows[part], counts[part].astype(np.uint16), replaces[part]))
         return StoresBegun(plans, fits, is_gone)
 
     def sink_tokens(self, rows: Rows, group: int) -> NDArray[np.int64]:
@@ -778,9 +750,8 @@ class SessionManager:
     def stored(self, store: Store, nbytes: Mapping[int, int], now: float, inner: Mapping[int, Sequence[int]]) -> None:
         """Note which of a store's blocks every rank has stored.
 
-        Args:
-            nbytes: by index in the store of each such block, the bytes that the block takes of the budget.
-            inner: by index in the store, see `TransferResult.inner`; bytes of all ranks together.
+        nbytes: by index in the store of each such block, the bytes that the block takes of the budget. inner: by index
+        in the store, see `TransferResult.inner`; bytes of all ranks together.
         """
         blocks, transfer = self.blocks, store.transfer
         good = np.array(sorted(nbytes), np.int64)
@@ -790,7 +761,7 @@ class SessionManager:
             good = good[~dropped]
         rows = store.rows[good]
         for row in rows[blocks.is_saved(rows)][:1].tolist():  # sessions that share one of the blocks share the first
-            for session in self.table.holders(row, int(blocks.depth[row])):
+            for session in self.table.holders(row):
                 self.table.touch(session)
         sizes, parts = [nbytes[at] for at in good.tolist()], [inner.get(at, ()) for at in good.tolist()]
         mark = Mark.DERIVED if self._is_shared else transfer.mark  # another engine may replace a shared tier's block
@@ -835,11 +806,9 @@ class SessionManager:
     def store_failed(
         self, store: Store, failed: Sequence[int], now: float, is_refused: bool, torn: Sequence[int] = ()
     ) -> None:
-        """Note blocks that some rank has not stored. failed: their indices in the store.
+        """Note blocks that some rank has not stored. failed: their indices in the store. is_refused: see `_put_off`.
 
-        Args:
-            is_refused: see `_put_off`.
-            torn: those of `failed` that some ranks may have stored and others not. An older block is then dropped.
+        torn: those of `failed` that some ranks may have stored and others not. An older block is then dropped.
         """
         blocks, rows, torn_rows = self.blocks, store.rows[list(failed)], store.rows[list(torn)]
         is_first = (blocks.status[rows] & STORING) == blocks.status[rows]  # without an older compressed block
@@ -879,7 +848,6 @@ class SessionManager:
             return
         began = self.saving.get(session, now)
         self._stop_saving(session)
-        self.due.discard(session.session_id)
         self.table.set_cold(session, True)
         self.table.enter_order_again(session)
         session.refusals = 0
@@ -887,7 +855,7 @@ class SessionManager:
             if not self._end_at_point(session):
                 return
             self.points.tidy(session)
-        rows, tokens = session.rows, self.shape.block_tokens
+        rows = session.rows
         if self.pool.lookup(self.shape.main, blocks.hashes(rows[:1])) != [-1]:
             self.to_order += ((self.pool.keep, part) for part in split(rows[::-1]))  # the tail is overwritten first
         point_rows = session.point_rows
@@ -897,7 +865,7 @@ class SessionManager:
                 session.session_id,
                 blocks=len(rows),
                 at_points=len(point_rows),
-                tokens=len(rows) * tokens,
+                tokens=len(rows) * self.shape.block_tokens,
                 pool_nbytes=len(rows) * self.shape.pool_nbytes + pool_nbytes,
                 stored=session.stored,
                 stored_nbytes=session.stored_nbytes,
@@ -946,16 +914,16 @@ class SessionManager:
     def _replace_heads(self, session: Session) -> list[Store]:
         """Begin to store again, exact, a session's lossy heads of which the pool has exact KV. Return the stores.
 
-        Exact heads have a share of the budget. If the share is full, exact heads that fewer sessions share are stored
-        again, lossy, to make room.
+        At most MOST_HEADS heads are stored again each time that the session is saved. Exact heads have a share of the
+        budget. If the share is full, exact heads that fewer sessions share are stored again, lossy, to make room.
         """
         blocks, rows, shape = self.blocks, session.rows, self.shape.groups[self.shape.main]
         if not self.shape.stores_main or shape.tokens not in shape.bounds or not self.shares.heads:
             return []
         shared = rows[: first_false(blocks.users[rows] > 1)]
-        lossy = shared[blocks.is_droppable(shared) & (blocks.status[shared] & STORING == 0)]
+        lossy = shared[(blocks.status[shared] == SAVED) & (blocks.pins[shared] == 0)]
         lossy = lossy[(blocks.exact[lossy] < shape.tokens) & (blocks.level[lossy] < LOSSLESS)]
-        lossy = lossy[blocks.tenant[lossy] == blocks.tenant_number(session.tenant)]
+        lossy = lossy[blocks.tenant[lossy] == blocks.tenant_number(session.tenant)][:MOST_HEADS]
         if not len(lossy):
             return []
         lossy = lossy[: first_false(self._pool_marks(lossy) == Mark.EXACT)]
@@ -971,19 +939,15 @@ class SessionManager:
 
     def _demote(self, users: int, needed: int, session: Session) -> list[Store]:
         """Begin to store again, lossy, a tenant's exact heads of fewer than `users` sessions: about `needed` bytes."""
-        blocks, plans = self.blocks, list[Store]()
-        for row in sorted(self._heads, key=lambda row: (blocks.users[row], -blocks.depth[row])):
-            rows = np.array([row], np.int32)
-            if needed <= 0 or blocks.users[row] >= users:
-                break
-            is_own = blocks.tenant[row] == blocks.tenant_number(session.tenant) and blocks.status[row] == SAVED
-            left = self._sink - int(blocks.depth[row]) * self.shape.block_tokens
-            can_shrink = is_own and left < self.shape.block_tokens and blocks.pins[row] == 0
-            if can_shrink and self._pool_marks(rows)[0] == Mark.EXACT:
-                plans += self._begin(rows, session, is_pressed=False, exact=max(0, left)).plans
-                needed -= int(blocks.nbytes[row])
-                self._heads.discard(row)
-        return plans
+        blocks, main, rows = self.blocks, self.shape.main, np.array(list(self._heads), np.int32)
+        can_shrink = (blocks.users[rows] < users) & (blocks.status[rows] == SAVED) & (blocks.pins[rows] == 0)
+        can_shrink &= (blocks.tenant[rows] == blocks.tenant_number(session.tenant)) & (blocks.group[rows] == main)
+        rows = rows[can_shrink & (self.sink_tokens(rows, main) < self.shape.block_tokens)]
+        rows = rows[np.lexsort((-blocks.depth[rows], blocks.users[rows]))][:MOST_HEADS]
+        rows = rows[self._pool_marks(rows) == Mark.EXACT] if len(rows) else rows
+        rows = rows[: int(np.searchsorted(np.cumsum(blocks.nbytes[rows].astype(np.int64)), needed)) + 1]
+        self._heads.difference_update(rows.tolist())
+        return self._begin(rows, session, is_pressed=False, exact=self.sink_tokens(rows, main)).plans
 
     def _heads_left(self, tenant: str) -> float:
         """Return the bytes left to exact heads of their share of the budget; at most those of the tenant's part."""
@@ -1024,11 +988,7 @@ class SessionManager:
         """Trim and drop compressed blocks until new blocks fit, or until the policy's order reaches `session`.
 
         Return the number of new blocks, from the first on, that fit together. Only the tenant's own blocks make room in
-        a full share of the session's tenant.
-
-        Args:
-            bounds: most bytes of each new block.
-            is_pressed: see `_begin`.
+        a full share of the session's tenant. bounds: most bytes of each new block. is_pressed: see `_begin`.
         """
         total = np.cumsum(bounds)
         wanted, tenant = int(total[-1]), session.tenant
@@ -1100,9 +1060,7 @@ class SessionManager:
 
         Victims are taken in the policy's order. Stop at `session`, which needs the room.
         """
-        if short() <= 0:
-            return
-        while True:
+        while short() > 0:
             while self._heirs:  # entered here, because no session may enter during the next loop
                 heir, _ = self._heirs.popitem()
                 self._heads_only.pop(heir, None)
@@ -1112,7 +1070,7 @@ class SessionManager:
                     break
                 if not victim.requests:
                     self._drop_tail(victim, short(), is_pressed)
-            if not self._heirs or short() <= 0:
+            if not self._heirs:
                 return
 
     def _drop_tail(self, victim: Session, short: int, is_pressed: bool) -> None:
@@ -1201,7 +1159,7 @@ class SessionManager:
         while short > 0 and (some := list(dict.fromkeys(islice(names, JOB_BLOCKS)))):
             rows = blocks.find(main, some)
             rows = rows[rows >= 0]
-            rows = rows[(blocks.users[rows] == 1) & blocks.is_droppable(rows) & (blocks.status[rows] & STORING == 0)]
+            rows = rows[(blocks.users[rows] == 1) & (blocks.status[rows] == SAVED) & (blocks.pins[rows] == 0)]
             users = {number: self.table.by_number.get(number) for number in blocks.origin[rows].tolist()}
             free = [number for number, one in users.items() if one is not None and not (one.is_pinned or one.kept)]
             rows = rows[np.isin(blocks.origin[rows], free)]
@@ -1224,9 +1182,7 @@ class SessionManager:
         """Shorten a session to the first `length` blocks; if cold or being saved, to the deepest resume point in these.
 
         Blocks behind that no other session uses are dropped from the tiers, and released from the pool if decoded.
-
-        Args:
-            rest: `Pool.give_up` or `Pool.release`, called for resident blocks that nothing else uses; None for no call.
+        rest: `Pool.give_up` or `Pool.release`, called for resident blocks that nothing else uses; None for no call.
         """
         blocks, own = self.blocks, self._own_hashes(session.rows[length:]) if rest else []
         if session.is_cold or session in self.saving:
@@ -1243,7 +1199,7 @@ class SessionManager:
         last = cut[blocks.users[cut] == 1]
         if len(last) and self.pool.marks:  # the pool overwrites blocks with decoded KV next
             decoded = last[self._pool_marks(last) == Mark.DECODED]
-            self.pool.release(self.pool_group(int(self.blocks.group[last[0]])), self.blocks.hashes(decoded))
+            self.pool.release(self.shape.main, blocks.hashes(decoded))
         dropped = last[blocks.is_droppable(last)]
         self.table.truncate(session, length)  # frees no saved row: `drop` does
         self.drop(dropped, cause)
@@ -1252,7 +1208,6 @@ class SessionManager:
         self._heirs |= dict.fromkeys(heirs)
         if not len(session.rows):
             self._stop_saving(session)
-            self.due.discard(session.session_id)
             self._heirs.pop(session, None)
             self._heads_only.pop(session, None)
             self.said.forget(session)
@@ -1354,7 +1309,7 @@ class SessionManager:
         saved = {group: count for group, count in blocks.saved_blocks.items() if group != NO_GROUP}
         return Usage(
             {state: self.table.states[state] for state in SessionState},
-            self.points.standing if self.points.is_needed else 0,
+            len(self.points.standing),
             len(blocks) - sum(blocks.saved_blocks.values()),
             sum(saved.values()),
             blocks.exact_blocks,

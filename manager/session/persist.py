@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,11 +27,12 @@ from manthan.manager.transfer import on_each
 WAIT_S = 0.005  # most seconds that a request waits for Redis to say which of its blocks exist there
 HISTORY = (
     *("name", "tenant", "uses", "gap", "tokens", "added_tokens", "answer_tokens", "left_tokens"),
-    *("prompt_depth", "prompt_end", "ttl_s", "priority", "stays_out"),
+    *("prompt_depth", "prompt_end", "ttl_s", "priority", "stays_out", "parent"),
 )
 """Attributes of a session copied unchanged into the journal."""
 TIMES = ("created", "last_used", "expected")  # attributes of a session with times; in the journal, Unix seconds
 FACTS = (*HISTORY, *TIMES, "is_pinned")
+Inner: TypeAlias = Sequence[Sequence[int]]  # by row, the value of `BlockTable.inner`; empty for no refinements
 
 
 class _Link:
@@ -45,17 +46,11 @@ class _Link:
         manager.table.take_changes()  # the first call makes the table note changes
 
     def _enter_saved(
-        self,
-        rows: Rows,
-        nbytes: ArrayLike,
-        exact: ArrayLike,
-        marks: ArrayLike,
-        tenant: str,
-        inner: Sequence[Sequence[int]] = (),
+        self, rows: Rows, nbytes: ArrayLike, exact: ArrayLike, marks: ArrayLike, tenant: str, inner: Inner = ()
     ) -> None:
         """Mark rows as saved if a session uses them and this engine has not stored them.
 
-        nbytes, exact, marks, tenant: see `BlockTable.save`. inner: values of `BlockTable.inner` for the first rows.
+        nbytes, exact, marks, tenant: see `BlockTable.save`. inner: for the first rows; the others have no refinements.
         """
         blocks = self._manager.blocks
         is_new = (blocks.status[rows] == 0) & (blocks.users[rows] > 0)
@@ -107,12 +102,7 @@ class BlockNotes(Protocol):
 class JournalLink(_Link):
     """Writes sessions to the journal for the next engine, and enters those of an earlier engine.
 
-    In the journal, times are Unix seconds.
-
-    Args:
-        fronts: fast tiers in front of the disk.
-        notes: None without KV events.
-        clock: returns Unix seconds.
+    In the journal, times are Unix seconds. fronts: fast tiers in front of the disk. notes: None without KV events.
     """
 
     def __init__(
@@ -221,8 +211,14 @@ class JournalLink(_Link):
             table.enter_order(session)
             table.resident.leave(session.session_id)
             manager.said.adopted(session, one.facts["is_pinned"], now)
+        for _, session in entered:
+            if session.parent:
+                table.join(session, session.parent)
         table.take_changes()
-        self._told = {each.session_id: self._unchanged(each) for each in written}
+        for each in written:
+            same, self._told[each.session_id] = table.by_id.get(each.session_id), None
+            if same is not None and self._saved_blocks(*self._saved(same)) == each.saved:
+                self._told[each.session_id] = self._digest(*self._saved(same))
         again = [(session_id, table.by_id.get(session_id)) for session_id, told in self._told.items() if told is None]
         self._journal.tell(list(self._records(again, now)))
         are_saved = manager.blocks.are_saved(names)
@@ -232,20 +228,10 @@ class JournalLink(_Link):
         usage = manager.usage()
         return Adopted(len(entered), len(written), usage.saved_blocks, usage.saved_nbytes, len(strays))
 
-    def _unchanged(self, written: JournalSession) -> int | None:
-        """Return the digest of an entered session's saved blocks; None if not entered, or not as in the journal."""
-        session = self._manager.table.by_id.get(written.session_id)
-        if session is None or self._saved_blocks(*self._saved(session)) != written.saved:
-            return None
-        return self._digest(*self._saved(session))
-
     def _left(self, written: JournalSession, sizes: Mapping[BlockName, int], offset: float) -> _Left | None:
         """Return a session up to its first missing block; None if nothing is left, or if the facts are damaged.
 
-        Args:
-            written: session in the journal.
-            sizes: by block that no rank lacks, the bytes that the block takes of the budget.
-            offset: seconds from the engine's clock to Unix time.
+        sizes: by block that no rank lacks, the bytes that the block takes of the budget.
         """
         shape, saved, there = self._manager.shape, written.saved or GONE, sizes.keys()
         blocks = list(takewhile(lambda block: not shape.stores_main or block.name in there, saved.blocks))
@@ -254,7 +240,8 @@ class JournalLink(_Link):
         if not blocks or (shape.needs_points and not points):
             return None
         try:
-            facts = {name: written.facts[name] for name in FACTS}
+            known = {"parent": None, **written.facts}  # older journals lack the parent
+            facts = {name: known[name] for name in FACTS}
             facts |= {name: None if facts[name] is None else facts[name] - offset for name in TIMES}
         except (KeyError, TypeError):
             return None
@@ -280,10 +267,11 @@ class JournalLink(_Link):
         spare = [point for point in reversed(left.points) if point.depth < length and point not in kept]
         for point in (*kept, *spare):
             if point in kept or self._missing(point.parts, sizes).sum() <= self._room(tenant):
-                rows = manager.enter_parts([(part.group, part.block_hash, part.position) for part in point.parts])
-                manager.points.place(session, point.depth, rows).ends_prompt |= point not in kept
-                self._save(rows, point.parts, sizes, tenant)
-                manager.points.stored(rows.tolist())
+                parts = [(part.group, part.block_hash, part.position) for part in point.parts]
+                placed = manager.points.place(session, point.depth, parts)
+                placed.ends_prompt |= point not in kept
+                self._save(placed.rows, point.parts, sizes, tenant)
+                manager.points.stored(placed.rows.tolist())
         return session
 
     def _room(self, tenant: str) -> int:
@@ -332,10 +320,8 @@ class _PromptLookup:
 class RedisLink(_Link):
     """Looks up blocks stored by other engines in Redis, and publishes this engine's sessions there.
 
-    Args:
-        fronts: fast tiers in front of Redis.
-        needed: returns the blocks of further KV cache groups that a session needs to continue behind its first n
-            blocks, given n. Each is a group and a position. None for a model with a single group.
+    needed: returns the blocks of further KV cache groups that a session needs to continue behind its first n blocks,
+    given n. Each is a group and a position. None for a model with a single group.
     """
 
     def __init__(
@@ -354,8 +340,7 @@ class RedisLink(_Link):
     def look_up(self, request: Request, usable: int) -> None:
         """Ask Redis for a new request's blocks, from the first neither resident nor saved. Pass over short prompts.
 
-        Args:
-            usable: number of the prompt's first blocks that may be loaded; see `Driver.usable`.
+        usable: see `Driver.matched`.
         """
         manager, hashes, session_id = self._manager, request.hashes[:usable], request.session.session_id
         main, marks = manager.shape.main, manager.pool.marks
@@ -420,8 +405,7 @@ class RedisLink(_Link):
         self._enter_saved(rows[lookup.first :], result.sizes, 0, Mark.DERIVED, NOBODY)
         depth = lookup.first + result.point.blocks if result.point else 0
         if result.point and session.has(int(rows[depth - 1]), depth - 1):
-            others = manager.enter_parts(self._parts(lookup.hashes, depth))
-            manager.points.place(session, depth, others)
+            others = manager.points.place(session, depth, self._parts(lookup.hashes, depth)).rows
             self._enter_saved(others, result.point.sizes, 0, Mark.DERIVED, NOBODY)
             manager.points.stored(others.tolist())
 

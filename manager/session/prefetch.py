@@ -63,7 +63,8 @@ class Prefetcher:
 
     def __init__(self, manager: SessionManager, ranks: int, spare: int, lead_s: float | None) -> None:
         self._manager, self._pool, self._runway = manager, manager.pool, manager.runway
-        self._ranks, self._spare, self._lead_s = ranks, spare, lead_s
+        self._ranks, self._spare, self._lead_s = ranks, spare, lead_s or 0.0
+        self.is_on = lead_s is not None  # True if sessions of this model can be prefetched
         self._main = manager.shape.main
         self.expected = Ranking()  # by id of an expected session, the time at which to enter it into `to_load`
         self.to_load: OrderedDict[str, tuple[float, int]] = OrderedDict()
@@ -77,16 +78,9 @@ class Prefetcher:
         manager.said.expected = self._look_out
         manager.table.gone.append(self._forget)
 
-    # -- expected sessions ----------------------------------------------------------------------------
-
-    @property
-    def is_on(self) -> bool:
-        """True if sessions of this model can be prefetched."""
-        return self._lead_s is not None
-
     def _look_out(self, session: Session, now: float) -> None:
         self.expected.discard(session.session_id)
-        if self._lead_s is not None and session.is_sure and session.expected is not None:
+        if self.is_on and session.is_sure and session.expected is not None:
             self.expected.set(session.session_id, max(now, session.expected - self._lead_s))
 
     def expect(self, told_ids: Iterable[str], tenant: str, now: float) -> None:
@@ -109,44 +103,33 @@ class Prefetcher:
         A session that is not cold yet stays in `to_load`, because it may go cold before its request. If there are more
         than LOOKED_AT sessions, those that stay move to the end.
         """
-        table = self._manager.table
+        by_id, points = self._manager.table.by_id, self._manager.points
         for session_id in self.expected.pop_until(now):
-            session = table.by_id.get(session_id)
-            if session is not None and session.expected is not None:
+            session = by_id[session_id]
+            if session.expected is not None:
                 late = session.expected + PATIENCE * self._manager.idle_after_s
                 self.to_load[session_id] = late, session.uses
         awaited = []
         are_more = len(self.to_load) > LOOKED_AT
         for session_id, (late, uses) in list(islice(self.to_load.items(), LOOKED_AT)):
-            session = table.by_id.get(session_id)
-            if session is None or late < now or session.uses > uses:
+            session = by_id[session_id]
+            is_whole = not points.is_needed or (session.points and points.stands(session.points[-1]))
+            is_loadable = session.is_cold and is_whole
+            will_never_fit = is_loadable and self._size(session) > self._pool.size - self._spare
+            if late < now or session.uses > uses or will_never_fit:
                 del self.to_load[session_id]
                 continue
-            if session.is_cold and self._is_whole(session):
-                if self._size(session) > self._pool.size - self._spare:  # it will never fit
-                    del self.to_load[session_id]
-                    continue
+            if is_loadable:
                 awaited.append(session)
             if are_more:
                 self.to_load.move_to_end(session_id)
         return awaited
 
-    def _is_whole(self, session: Session) -> bool:
-        """True if all blocks of a cold session's deepest resume point are saved, or if the model needs no points."""
-        points = self._manager.points
-        return not points.is_needed or bool(session.points and points.stands(session.points[-1]))
-
-    # -- requests -------------------------------------------------------------------------------------
-
     def admitted(self, rows: Rows, resident: int, usable: int) -> None:
         """Note that vLLM has allocated a request's blocks. Report a hit if a prefetch made these blocks resident.
 
         A prefetch hits if all blocks that session and prompt have in common were resident, or `usable` blocks were.
-
-        Args:
-            rows: of the prompt's full blocks.
-            resident: number of the prompt's first blocks that were resident.
-            usable: number of the prompt's first blocks that vLLM can use without computing.
+        rows: of the prompt's full blocks. resident, usable: see `Driver.matched`.
         """
         first = next((row for row in rows[:resident][::-1].tolist() if row in self.ready), None)
         if first is None:
@@ -154,8 +137,6 @@ class Prefetcher:
         session_id, _, own = self.ready.pop(first)
         if resident >= min(common_prefix(own, rows), usable):
             self._manager.events(PrefetchHit(session_id))
-
-    # -- a step ---------------------------------------------------------------------------------------
 
     def step(self, now: float, waiting: int) -> Sequence[Transfer]:
         """Return the loads to begin, if a session is due and has room. waiting: blocks that waiting requests need."""
@@ -222,12 +203,11 @@ class Prefetcher:
         missing = ids < 0
         ids[missing] = self._pool.take(int(missing.sum()))
         is_stored = blocks.group[rows] >= 0
-        to_load = [(group, np.nonzero((groups == group) & missing & is_stored)[0]) for group in numbers]
-        jobs = [
-            manager.load_job(group, [hashes[i] for i in at.tolist()], ids[at].tolist(), session)
-            for group, at in to_load
-            if len(at)
-        ]
+        jobs = []
+        for group in numbers:
+            at = np.nonzero((groups == group) & missing & is_stored)[0]
+            if len(at):
+                jobs.append(manager.load_job(group, [hashes[i] for i in at.tolist()], ids[at].tolist(), session))
         answers, marks = Answers(jobs, session.session_id), manager.loaded_marks(rows)
         return _Load(session.session_id, session.number, rows, ids.tolist(), missing.tolist(), marks, answers)
 
@@ -243,8 +223,8 @@ class Prefetcher:
         names = [(manager.pool_group(group), name) for group, name in map(manager.blocks.name, ended.rows.tolist())]
         if not ended.is_void:
             self._enter(ended, names, failed)
-        held, self.load, self.was_settled = ended.block_ids, None, True
-        self._pool.free(held[::-1])  # tails are overwritten first
+        self.load, self.was_settled = None, True
+        self._pool.free(ended.block_ids[::-1])  # tails are overwritten first
         bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
         manager.load_finished(f"prefetch of {ended.session_id}", bad)
         if ended.is_void:
@@ -285,8 +265,6 @@ class Prefetcher:
             self._pool.marks.set([ended.block_ids[at]], mark, owner, bool(is_coarse[at]))
             self._pool.cache(ended.block_ids[at], group, block_hash, int(blocks.depth[row]))
 
-    # -- the end --------------------------------------------------------------------------------------
-
     def reset(self) -> None:
         """Note that all KV was dropped. Blocks of the load under way will not enter the prefix cache."""
         self.ready.clear()
@@ -300,7 +278,6 @@ class Prefetcher:
 
     def drain(self, result: TransferResult) -> list[int]:
         """Take a rank's result. If every rank has answered, forget the load and return its block ids; else none."""
-        answers = None if self.load is None else self.load.answers
-        if answers is None or all(job.job_id != result.job_id for job in answers.jobs):
+        if self.load is None or all(job.job_id != result.job_id for job in self.load.answers.jobs):
             return []
-        return self.abandon() if answers.add(result, self._ranks) else []
+        return self.abandon() if self.load.answers.add(result, self._ranks) else []

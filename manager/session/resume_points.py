@@ -15,13 +15,12 @@ A row is a block's number in the BlockTable. A block is saved if a tier has it, 
 blocks of further groups are saved.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from manthan.manager.events import DropCause
-from manthan.manager.session.blocks import Rows
 from manthan.manager.session.table import ResumePoint, Session
 
 if TYPE_CHECKING:
@@ -39,35 +38,27 @@ class ResumePoints:
         self.is_needed = manager.shape.needs_points  # True if the model has windows or states
         self._spare: dict[Session, list[ResumePoint]] = {}  # spare points by session, the deepest last
         self._taken: dict[Session, int] = {}  # bytes of the blocks that only the session's spare points use
-        self._at: dict[int, ResumePoint] = {}  # points by `ResumePoint.row`
-        self._standing: set[int] = set()  # `ResumePoint.row` of the standing points, whose blocks are all saved
+        self.at: dict[int, ResumePoint] = {}  # points by `ResumePoint.row`
+        self.standing: set[int] = set()  # `ResumePoint.row` of the points that stand
         self._of: dict[int, dict[int, ResumePoint]] = {}
         """By row of a further group's block, the points that need the block, by `ResumePoint.row`."""
-
-    @property
-    def standing(self) -> int:
-        """Number of points that stand; see the module's docstring."""
-        return len(self._standing)
-
-    def at(self, row: int) -> ResumePoint | None:
-        """Return the point behind the session's block with this row; None without a point there."""
-        return self._at.get(row)
 
     def stands(self, point: ResumePoint) -> bool:
         """True if a point's blocks of further groups are all saved."""
         return bool(self._blocks.is_saved(point.rows).all())
 
-    def place(self, session: Session, depth: int, rows: Rows) -> ResumePoint:
-        """Return the point behind the first `depth` blocks of a session, new or known. rows: see `ResumePoint.rows`."""
-        row = int(session.rows[depth - 1])
-        point = self._at.get(row)
+    def place(self, session: Session, depth: int, parts: Sequence[tuple[int, bytes, int]]) -> ResumePoint:
+        """Return the point behind the first `depth` blocks of a session, new or known. parts: see `PointParts`."""
+        groups, hashes, positions = zip(*parts, strict=True) if parts else ((), (), ())
+        rows, row = self._blocks.enter(groups, hashes, positions), int(session.rows[depth - 1])
+        point = self.at.get(row)
         if point is None:
-            point = self._at[row] = ResumePoint(row, depth, rows)
+            point = self.at[row] = ResumePoint(row, depth, rows)
             self._blocks.refer(self._blocks.users, rows, +1)
             for part in rows.tolist():
                 self._of.setdefault(part, {})[row] = point
             if self.stands(point):
-                self._standing.add(row)
+                self.standing.add(row)
         if session not in point.sessions:
             point.sessions[session] = None
             session.points = tuple(sorted((*session.points, point), key=lambda point: point.depth))
@@ -98,8 +89,8 @@ class ResumePoints:
         del point.sessions[session]
         if point.sessions:
             return
-        del self._at[point.row]
-        self._standing.discard(point.row)
+        del self.at[point.row]
+        self.standing.discard(point.row)
         for part in point.rows.tolist():
             del self._of[part][point.row]
             if not self._of[part]:
@@ -113,7 +104,7 @@ class ResumePoints:
     def stored(self, rows: Iterable[int]) -> None:
         """Note newly saved blocks of further groups."""
         points = {point.row: point for row in rows for point in self._of.get(row, {}).values()}
-        self._standing.update(row for row, point in points.items() if self.stands(point))
+        self.standing.update(row for row, point in points.items() if self.stands(point))
         for point in points.values():
             for session in list(point.sessions):
                 self._touch(session)

@@ -10,28 +10,23 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from enum import StrEnum, auto
 from hashlib import blake2b
 from itertools import count, islice
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct, field
 
 from manthan.manager.pool import Owner
-from manthan.manager.session.blocks import (
-    MOST_INNER,
-    NO_ROWS,
-    NOBODY,
-    BlockTable,
-    MemoryShape,
-    Rows,
-    common_prefix,
-    first_false,
-)
+from manthan.manager.session.blocks import MOST_INNER, NO_ROWS, NOBODY, BlockTable, MemoryShape, Rows, common_prefix
 from manthan.policies import EvictionPolicy, SessionView
 
 REMEMBERED = 1024  # about how many sessions are recognized by their last block; and 2 more for each in the table
 MOST_RELATIVES = 64  # most sessions of a family, because each drop checks all of them. Later sessions do not join
 
 _NO_REQUESTS: frozenset[str] = frozenset()
+_viewed = attrgetter(
+    *("created", "last_used", "uses", "gap", "added_tokens", "answer_tokens", "left_tokens", "expected")
+)  # attributes of a session that `SessionView` has in this order
 
 
 class Shares(NamedTuple):
@@ -166,15 +161,11 @@ def _prefix(tenant: str, name: str) -> str:
 
 
 class Order:
-    """Sessions in the order in which they lose blocks: by priority, the lowest first, then in the policy's order.
-
-    Args:
-        make_policy: makes the policy's instance for one priority.
-    """
+    """Sessions in the order in which they lose blocks: by priority, the lowest first, then in the policy's order."""
 
     def __init__(self, make_policy: Callable[[], EvictionPolicy]) -> None:
         self._make_policy = make_policy
-        self._levels: dict[int, EvictionPolicy] = {}
+        self._levels: dict[int, EvictionPolicy] = {}  # by priority
         self._level_of: dict[str, int] = {}
 
     def __contains__(self, session_id: str) -> bool:
@@ -226,23 +217,16 @@ class SessionsBy:
             return ()
         return found.sessions if isinstance(found, _Several) else (found,)
 
-    def __iter__(self) -> Iterator[int | str]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
-
     def add(self, key: int | str, session: Session) -> None:
         """Enter a session. It must not be entered under this key yet."""
-        self._set(key, (*self[key], session))
+        others = self[key]
+        self._found[key] = _Several((*others, session)) if others else session
 
     def remove(self, key: int | str, session: Session) -> None:
         """Take out a session. The key must have the session."""
-        self._set(key, tuple(one for one in self[key] if one is not session))
-
-    def _set(self, key: int | str, sessions: tuple[Session, ...]) -> None:
-        if sessions:
-            self._found[key] = _Several(sessions) if sessions[1:] else sessions[0]
+        others = tuple(one for one in self[key] if one is not session)
+        if others:
+            self._found[key] = _Several(others) if others[1:] else others[0]
         else:
             del self._found[key]
 
@@ -251,28 +235,19 @@ class SessionTable:
     """All sessions with blocks or a running request, and remembered sessions with neither.
 
     A request finds only sessions of the request's tenant. A request with a session name finds only sessions of this
-    name.
-
-    Args:
-        make_policy: makes an instance of the policy.
-        label: part of the ids of sessions without a name, different for each engine.
+    name. label: see `SessionManager`.
     """
 
     def __init__(
-        self,
-        make_policy: Callable[[], EvictionPolicy],
-        shape: MemoryShape,
-        blocks: BlockTable,
-        label: str,
-        shares: Shares,
+        self, policy: Callable[[], EvictionPolicy], shape: MemoryShape, blocks: BlockTable, label: str, shares: Shares
     ) -> None:
         self.shape, self.blocks, self._shares = shape, blocks, shares
         self.by_id: dict[str, Session] = {}
         self.by_number: dict[int, Session] = {}
         self.states: Counter[SessionState] = Counter()
-        self.resident = Order(make_policy)
+        self.resident = Order(policy)
         """Sessions that may have resident blocks. Each leaves if a check finds none, and enters again when used."""
-        self.orders = defaultdict[tuple[str | None, int], Order](lambda: Order(make_policy))
+        self.orders = defaultdict[tuple[str | None, int], Order](lambda: Order(policy))
         """Orders of unpinned sessions. A key has a tenant with a quota, or None for all tenants, and a number n.
 
         The order for n = 0 has the sessions that may have compressed blocks to drop. An order for a larger n has those
@@ -293,8 +268,6 @@ class SessionTable:
         self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
         self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, numbers of nameless sessions
         self._forks = defaultdict[str, Iterator[int]](lambda: count(2))
-
-    # -- sessions -------------------------------------------------------------------------------------
 
     def create(self, name: str | None, tenant: str, now: float, session_id: str = "") -> Session:
         """Enter a new session without blocks. session_id: the id; empty to make one."""
@@ -444,8 +417,6 @@ class SessionTable:
         for tell in self.gone:
             tell(session)
 
-    # -- the policy's order ---------------------------------------------------------------------------
-
     def victims(self, order: Order) -> Iterator[Session]:
         """Yield the sessions of `order`, first victim first."""
         return map(self.by_id.__getitem__, order.victims())
@@ -489,34 +460,15 @@ class SessionTable:
     def _view(self, session: Session) -> SessionView:
         blocks = len(session.rows)
         nbytes = self.blocks.nbytes_of(session.point_rows) if session.points else 0
-        return SessionView(
-            session.session_id,
-            blocks * self.shape.block_tokens,
-            blocks * self.shape.cold_nbytes + nbytes,
-            session.created,
-            session.last_used,
-            session.uses,
-            session.gap,
-            session.added_tokens,
-            session.answer_tokens,
-            session.left_tokens,
-            session.expected,
-            session.tool or session.ending,
-        )
-
-    # -- the session of a request ---------------------------------------------------------------------
+        sizes = blocks * self.shape.block_tokens, blocks * self.shape.cold_nbytes + nbytes
+        return SessionView._make((session.session_id, *sizes, *_viewed(session), session.tool or session.ending))
 
     def attribute(self, hashes: Sequence[bytes], rows: Rows, name: str | None, tenant: str, now: float) -> Session:
-        """Return the session that a prompt belongs to, or a new session.
+        """Return the session that a prompt belongs to, or a new session. hashes, rows: of the prompt's full blocks.
 
         The prompt belongs to a session if it extends the session's blocks, even if their KV is gone. With a name, it
         also belongs to a session of which only the last answer comes back changed. If the prompt continues from the
         middle of a session, the client has changed an earlier message. A new session then inherits the older history.
-
-        Args:
-            hashes: block hashes of the prompt's full blocks.
-            rows: rows of these blocks.
-            name: the request's session name; None without a name.
         """
         found = self.find(rows, name, tenant, next(iter(self.named(name, tenant)), None))
         known = len(found.rows) if found is not None else 0
@@ -542,15 +494,15 @@ class SessionTable:
 
         The result is the longest session whose blocks are the prompt's first blocks. With a name, a session that has
         all the prompt's blocks goes first, because its client then asks the same prompt again. likely: session of this
-        name and tenant to try first, because it probably is the result.
+        name and tenant to try first.
         """
         if likely is not None and self._ends_alone(likely, rows):
             return likely
-        used = self._used(rows)
+        used = self.blocks.used(rows)
         if name is None:
             found = self._longest(used, None, tenant)
             if found is not None and found.name is None and len(found.rows) < len(rows):
-                is_start = self._has_several(int(found.rows[-1]), len(found.rows) - 1, tenant)
+                is_start = self._has_several(int(found.rows[-1]), tenant)
                 return None if is_start else found  # a begin of several sessions, such as a system prompt
             return found
         known, near = self._nearest(used, name, tenant)
@@ -571,10 +523,6 @@ class SessionTable:
         If a block differs from the prompt's, the session keeps the blocks before. If the prompt has only the session's
         first blocks, the session keeps all blocks, unless the last answer comes back shorter: a named session's prompt
         then has more tokens than the last prompt. In this case the session keeps the prompt's blocks.
-
-        Args:
-            rows: of the prompt's full blocks.
-            tokens: number of the prompt's tokens.
         """
         length = common_prefix(session.rows, rows)
         if length < min(len(session.rows), len(rows)):
@@ -586,15 +534,12 @@ class SessionTable:
         """Return the number of a prompt's first blocks that the session, or a session of the same name, has.
 
         Behind these blocks, only exact blocks are loaded for the request. A request without a name that repeats a
-        session's whole prompt counts as a request of this session's client.
-
-        Args:
-            prompt: digest of the prompt; see `digest_of`.
+        session's whole prompt counts as a request of this session's client. prompt: see `digest_of`.
         """
         if session.name is not None:
             if self._ends_alone(session, rows):
                 return len(session.rows)
-            return self._nearest(self._used(rows), session.name, session.tenant)[0]
+            return self._nearest(self.blocks.used(rows), session.name, session.tenant)[0]
         origin = None if len(session.rows) else self._prompts.get(prompt)
         if origin is not None and len(origin.rows) >= len(rows):
             session.owner = origin.owner
@@ -608,10 +553,6 @@ class SessionTable:
         session.prompt_end = prompt
         if prompt:
             self._prompts[prompt] = session
-
-    def _used(self, rows: Rows) -> Rows:
-        """Return the rows before the first whose block no session has."""
-        return rows[: first_false(self.blocks.users[rows] > 0)]
 
     def _longest(self, rows: Rows, name: str | None, tenant: str) -> Session | None:
         """Return the longest session whose last block is among these rows. name: None for sessions of any name."""
@@ -641,9 +582,7 @@ class SessionTable:
         The chat template has then left out the model's thinking, or the client has changed the answer. Return None
         without a name, because the prompt may be a different client's.
         """
-        if name is None:
-            return None
-        known, origin = self._nearest(self._used(rows), name, tenant)
+        known, origin = (0, None) if name is None else self._nearest(self.blocks.used(rows), name, tenant)
         if origin is None or origin.requests or not 0 < known < min(len(origin.rows), len(rows)):
             return None
         prompt = origin.prompt_tokens
@@ -654,13 +593,13 @@ class SessionTable:
 
         `session` gets no history if several sessions have the last common block, or a request of the older one runs.
         """
-        known = len(self._used(rows))
+        known = len(self.blocks.used(rows))
         origin = self._holder(int(rows[known - 1]), session.tenant) if known else None
         if origin is None:  # only other tenants' sessions have all of the rows
             known, origin = self._nearest(rows[:known], None, session.tenant)
         if origin is None or known == len(origin.rows) or origin.requests:
             return
-        if self._has_several(int(origin.rows[known - 1]), known - 1, session.tenant):
+        if self._has_several(int(origin.rows[known - 1]), session.tenant):
             return
         session.created, session.uses, session.last_used = origin.created, origin.uses, origin.last_used
         session.left_tokens = (len(origin.rows) - known) * self.shape.block_tokens
@@ -671,19 +610,18 @@ class SessionTable:
         """Return a session of the tenant that has the block with this row; None without one."""
         found = self.by_number.get(int(self.blocks.origin[row]))
         if found is None or found.tenant != tenant:
-            found = next(self.holders(row, int(self.blocks.depth[row]), tenant), None)
+            found = next(self.holders(row, tenant), None)
         return found
 
-    def holders(self, row: int, depth: int, tenant: str | None = None) -> Iterator[Session]:
+    def holders(self, row: int, tenant: str | None = None) -> Iterator[Session]:
         """Yield the sessions of a tenant, or of all for None, that have the block. The search visits each session."""
         some: Iterable[Session] = self.by_id.values() if tenant is None else self._of_tenant.get(tenant, ())
+        depth = int(self.blocks.depth[row])
         return (session for session in some if session.has(row, depth))
 
-    def _has_several(self, row: int, depth: int, tenant: str) -> bool:
+    def _has_several(self, row: int, tenant: str) -> bool:
         """True if several sessions of the tenant have the block."""
-        return self.blocks.users[row] > 1 and len(list(islice(self.holders(row, depth, tenant), 2))) > 1
-
-    # -- remembered sessions, with or without KV -------------------------------------------------------
+        return self.blocks.users[row] > 1 and len(list(islice(self.holders(row, tenant), 2))) > 1
 
     def remember(self, session: Session) -> None:
         """Note the session's last block at the end of a request, so that later prompts with it find the session."""
@@ -724,9 +662,7 @@ class SessionTable:
 def digest_of(tenant: str, hashes: Sequence[bytes], tail: bytes | None) -> str:
     """Return a prompt's number of full blocks, ":", and a digest of tenant and prompt; "" if 0, or if `tail` is None.
 
-    Args:
-        hashes: block hashes of the full blocks.
-        tail: the prompt's tokens behind the full blocks, as bytes; None if unknown.
+    hashes, tail: see `SessionManager.request_started`.
     """
     if tail is None or not hashes:
         return ""

@@ -93,7 +93,7 @@ def _rows(manager: SessionManager) -> Findings:
     users, holds, pins = Counter[int](), Counter[int](), Counter[int]()
     for session in sessions:
         users.update(session.rows.tolist())
-    for point in manager.points._at.values():
+    for point in manager.points.at.values():
         users.update(point.rows.tolist())
     for request in manager.requests.values():
         holds.update(request.rows.tolist())
@@ -191,10 +191,10 @@ def _links(manager: SessionManager) -> Findings:
     table = manager.table
     sessions = list(table.by_id.values())
     ends = {(int(session.rows[-1]), session) for session in sessions if len(session.rows)}
-    kept = {(row, session) for row in table._ending for session in table._ending[row]}
+    kept = {(row, session) for row in table._ending._found for session in table._ending[row]}
     yield ends == kept, f"{len(ends)} sessions have an end, and {len(kept)} ends are kept"
     names = {(qualified(one.name, one.tenant), one) for one in sessions if one.name is not None}
-    named = {(name, session) for name in table._named for session in table._named[name]}
+    named = {(name, session) for name in table._named._found for session in table._named[name]}
     yield names == named, f"{len(names)} names are in use, and {len(named)} are kept"
     counts = Counter(session.tenant for session in sessions)
     owned = {(tenant, session) for tenant, some in table._of_tenant.items() for session in some or [None]}
@@ -228,7 +228,7 @@ def _points(manager: SessionManager) -> Findings:
         for point in session.points:
             found[point.row] = point
             yield session.has(point.row, point.depth - 1), f"{session.session_id} does not reach its resume point"
-            mutual = session in point.sessions and points.at(point.row) is point
+            mutual = session in point.sessions and points.at.get(point.row) is point
             yield mutual, f"the resume point of {session.session_id} at {point.depth} does not know it"
         if points.is_needed and session.is_cold:
             last = depths[-1] if depths else 0
@@ -243,9 +243,9 @@ def _points(manager: SessionManager) -> Findings:
     yield points._spare.keys() == points._taken.keys() <= live, "spare resume points of sessions that are gone"
     taken, room = sum(points._taken.values()), SPARE_SHARE * manager.budget_nbytes
     yield taken <= room, f"spare resume points take {taken} bytes, of {room:.0f}"
-    yield found == points._at, f"{len(points._at)} resume points are kept, and {len(found)} needed"
+    yield found == points.at, f"{len(points.at)} resume points are kept, and {len(found)} needed"
     stand_now = {row for row, point in found.items() if points.stands(point)}
-    yield stand_now == points._standing, f"{len(points._standing)} resume points count as saved, not {len(stand_now)}"
+    yield stand_now == points.standing, f"{len(points.standing)} resume points count as saved, not {len(stand_now)}"
     parts: dict[int, dict[int, ResumePoint]] = {}
     for row, point in found.items():
         yield set(point.sessions) <= set(manager.table.by_id.values()), "a resume point is of a session that is gone"
@@ -380,9 +380,9 @@ def check_empty(manager: SessionManager) -> None:
 def _left(manager: SessionManager) -> Findings:
     table, blocks = manager.table, manager.blocks
     kept: dict[str, object] = {name: getattr(table, name) for name in _BY_SESSION}
-    kept |= {"ends": table._ending, "names": table._named}
+    kept |= {"ends": table._ending._found, "names": table._named._found}
     kept["orders"] = [tenant for tenant, _ in table.orders if tenant is not None]
-    kept |= {"points": manager.points._at, "parts": manager.points._of, "saving": manager.saving}
+    kept |= {"points": manager.points.at, "parts": manager.points._of, "saving": manager.saving}
     kept |= {"pins": manager.said.pinned, "loads": manager._loading, "requests": manager.requests}
     for name, books in kept.items():
         yield not books, f"{name} are left: {books}"

@@ -234,7 +234,7 @@ class Talks:
         """Return the blocks of other groups at the resume point behind a block."""
         blocks = self.manager.blocks
         row = blocks.row(self.manager.shape.session_group, block_hash)
-        point = self.manager.points.at(row)
+        point = self.manager.points.at.get(row)
         return [] if point is None else [blocks.name(part) for part in point.rows.tolist()]
 
     def _resumes(self, block_hash: bytes) -> bool:

@@ -269,7 +269,7 @@ def block(group: int, hashes: list[bytes], at: int, **more: int) -> JournalBlock
 def left(session_id: str, text: str, last_used: float, depths: Iterable[int] = (), **facts: object) -> JournalSession:
     """A session as an earlier process has written it. depths: of its resume points, each of one state."""
     known = dict.fromkeys(FACTS, 0) | {"ttl_s": None, "gap": None, "expected": None, "prompt_end": "", "tenant": ""}
-    known |= {"name": session_id.rpartition("/")[2], "last_used": last_used, **facts}
+    known |= {"parent": None, "name": session_id.rpartition("/")[2], "last_used": last_used, **facts}
     hashes = names(text)
     points = tuple(JournalPoint(depth, (block(STATE, hashes, depth - 1),)) for depth in depths)
     return JournalSession(
@@ -380,3 +380,14 @@ def test_a_pin_for_a_while_ends_with_its_process() -> None:
         "b": True,
         "c": False,
     }
+
+
+def test_a_child_is_of_its_parents_family_again() -> None:
+    talks = Talks()
+    older = left("old", "a d", 1.0)
+    older = replace(older, facts={name: fact for name, fact in older.facts.items() if name != "parent"})
+    adopt(talks, left("parent", "a b", 3.0), left("child", "a c", 2.0, parent="parent"), older)
+    assert talks.manager.table.relatives(talks.session("parent")) == [talks.session("child")]
+    assert talks.session("child").parent == "parent"
+    assert talks.session("old").parent is None
+    check_integrity(talks.manager, talks.driver)

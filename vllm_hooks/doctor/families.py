@@ -49,7 +49,7 @@ class Family(NamedTuple):
         if self.uncached or "refused" in ways.values():
             return "refused"
         found = {way for each, way in ways.items() if each != "Mamba"} or {*ways.values()}
-        return "partly" if len(found) > 1 else found.pop()
+        return "partly" if len(found) > 1 else next(iter(found), "refused")
 
 
 def stored(name: str) -> str:
