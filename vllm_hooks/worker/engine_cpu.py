@@ -216,8 +216,7 @@ class CpuEngine(Engine):
         cpus = allowed_cpus() if device.type == "cpu" else set()
         self._cancelled = threading.Event()  # set to cancel the jobs submitted since the last reset
         self._ungathered: list[Gathering] = []
-        self._staged = 0
-        """Bytes of blocks gathered and not encoded yet: COPIES_BYTES at most, or a single larger part of a store."""
+        self._staged = 0  # bytes of blocks gathered and not encoded yet: see COPIES_BYTES
         self._gatherers = JobThreads(1, "manthan-gather", cpus)
         self._encoders = JobThreads(encode_threads, "manthan-encode", cpus)
         self._loaders = JobThreads(1, "manthan-restore", cpus)

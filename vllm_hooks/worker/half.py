@@ -58,10 +58,8 @@ class GroupCache:
     layers: list[Layer]  # memory of the layers that the codec encodes; of all layers if the group is stored as bytes
     forms: Sequence[BlockFormat]  # of the group's codec, then of the finer codecs that the guard may use
     exacts: Sequence[int]  # possible counts of exact (losslessly stored) tokens at the begin of a block
-    opaque: Sequence[Layer] = ()
-    """Memory stored as bytes in the same compressed blocks: of further layers, or of latents' scales."""
-    rope: Rope | None = None
-    """RoPE of the keys; None if unknown, or if the codecs must not use RoPE, as for latents."""
+    opaque: Sequence[Layer] = ()  # stored as bytes in the same compressed blocks: further layers, or latents' scales
+    rope: Rope | None = None  # of the keys; None if unknown, or if the codecs must not use RoPE, as for latents
 
     @property
     def shape(self) -> BlockShape:

@@ -24,8 +24,7 @@ logger = init_logger("vllm.manthan.worker")
 
 PIECE = 256 << 20  # bytes of RAM pinned at once, a multiple of a huge page
 PAGE, HUGE = 4096, 2 << 20
-Name = tuple[int, bytes]
-"""KV cache group and block hash."""
+Name = tuple[int, bytes]  # KV cache group and block hash
 Places = Sequence[tuple[Extent, ...]]
 """Extents of each of several blocks. An extent is a contiguous range of a buffer: start and size in bytes."""
 Numbers = npt.NDArray[np.int64]
@@ -306,11 +305,9 @@ class Slab:
 
     def write(self, extents: Iterable[Extent], buf: Buffer) -> None:
         """Copy a block into the tier, which must be in RAM."""
-        at = 0
         for start, nbytes in extents:
-            part = buf[at : at + nbytes]
+            part, buf = buf[:nbytes], buf[nbytes:]
             self.buffer.numpy()[start : start + len(part)] = part
-            at += nbytes
 
     def read(self, stored: Stored) -> Buffer:
         """Return a block's bytes, without a copy if contiguous. The tier must be in RAM."""
@@ -369,11 +366,11 @@ class Demotion(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Room for a new block. in_place: True to encode directly there, without a staging buffer."""
+    """Room for a new block."""
 
     tier: Slab
     extents: tuple[Extent, ...]
-    in_place: bool
+    in_place: bool  # True to encode directly there, without a staging buffer
 
 
 class Slabs:
