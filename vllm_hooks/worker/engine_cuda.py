@@ -90,8 +90,8 @@ class CudaLoading(Reading):
     chunks: list[Chunk] = field(default_factory=list)
     begun: int = 0  # number of blocks whose check and decoding are queued
     decoded: int = 0  # number of chunks known to be decoded
-    lost: bool = False  # True if a block is in no primary tier
-    answered: bool = False  # True once vLLM knows, so that the model's stream waits; never for prefetches
+    lost: bool = False  # True if no more blocks will be begun
+    answered: bool = False  # True once vLLM was told, and the model's stream waits; never for prefetches
     broken: bool = False  # True if the GPU or Manthan has failed. No block is then good
     began: float = field(default_factory=time.monotonic)
 
@@ -650,7 +650,7 @@ class CudaEngine(Engine):
         """Decode blocks of a codec, too, and encode in transfers that name the codec. Any thread may call `add`.
 
         Before, encode and decode block 0, vLLM's null block, in each of `forms`, so that the first jobs find kernels,
-        tables and pinned memory ready. stagings: buffers and streams to do so with; empty for one that no job uses.
+        tables and pinned memory ready. stagings: buffers and streams for that; a new one if empty.
         """
         tokens = codec.layout.tokens
         stagings = stagings or [Staging(max(STAGING_BYTES, codec.form(tokens).nbytes), self._device)]
