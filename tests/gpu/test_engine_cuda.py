@@ -120,7 +120,7 @@ def test_what_goes_on_at_once_does_not_disturb_what_else_does(tiers: tuple[int, 
             loads.append(jobs.load(keys, targets, str(step), group=GROUP))
         rests, dropped = rng.random() < 0.3, [BlocksDropped(GROUP, drops, DropCause.BUDGET)]
         engine.begin_step()
-        engine.submit_loads(ManthanMetadata(None, dropped, loads=loads, tokens=int(not rests)))
+        engine.submit_loads(ManthanMetadata(drops=dropped, loads=loads, tokens=int(not rests)))
         stores = []
         for _ in range(rng.randrange(6)):
             key, source, exact = rng.randbytes(32), rng.randrange(SOURCES), rng.choice(FORMS)

@@ -25,11 +25,10 @@ from manthan.manager.tiers.redis import Circuit, Namespace, RedisTier, connect
 from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata
-from manthan.vllm_hooks.worker import pinned
+from manthan.vllm_hooks.worker import slabs
 from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
 from manthan.vllm_hooks.worker.half import paged_codec
-from manthan.vllm_hooks.worker.pinned import PinnedRam
-from manthan.vllm_hooks.worker.slabs import Slab, Slabs
+from manthan.vllm_hooks.worker.slabs import PinnedRam, Slab, Slabs
 
 LAYERS, HEADS, TOKENS, DIM = 8, 4, 16, 128
 SOURCES, TARGETS = 64, 256
@@ -110,7 +109,7 @@ class World:
 def test_blocks_go_and_come_back(
     kind: str, ram: int, codec: str, tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned, "PIECE", 2 * MIB)
+    monkeypatch.setattr(slabs, "PIECE", 2 * MIB)
     if kind == "redis":
         config = RedisConfig(url=redis_server.url)
         store: Tier = RedisTier(connect(config), Circuit(), Namespace("m:", codec), Shard(0, 1), 60.0)
@@ -151,7 +150,7 @@ def test_an_engine_reads_what_another_keeps_in_pinned_ram(ram: int) -> None:
 
 def test_ram_is_pinned_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Piece by piece; the GPU writes to what is there, and a graph is captured, while others are pinned."""
-    monkeypatch.setattr(pinned, "PIECE", 2 * MIB)
+    monkeypatch.setattr(slabs, "PIECE", 2 * MIB)
     device = torch.device("cuda", 0)
     ram = PinnedRam(512 * MIB, device)
     assert len(ram.spans) == 1

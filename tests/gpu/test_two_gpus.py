@@ -19,7 +19,7 @@ TIERS = pytest.mark.parametrize("kind", ["host", "device"])
 
 def tier(worker: Any) -> tuple[str, int, int, int]:
     path = get_kv_transfer_group().worker.engine
-    layout = next(iter(path.codecs.values())).layout
+    layout = next(iter(path.codecs.values()))[0].layout
     return str(path._device), layout.heads, len(layout.caches), sum(tier.arena.used for tier in path.tiers.all)
 
 
@@ -54,7 +54,7 @@ def holds_any(worker: Any) -> bool:
 def forget(worker: Any) -> None:
     """Fill the pool with zeros."""
     with torch.inference_mode():
-        for codec in get_kv_transfer_group().worker.engine.codecs.values():
+        for codec, *_ in get_kv_transfer_group().worker.engine.codecs.values():
             for cache in codec.layout.caches:
                 cache.zero_()
     torch.cuda.synchronize()
@@ -64,7 +64,7 @@ def full_blocks(worker: Any) -> list[str]:
     """Cache, and digest, of each block of which every token has numbers."""
     found = set()
     torch.cuda.synchronize()
-    for codec in get_kv_transfer_group().worker.engine.codecs.values():
+    for codec, *_ in get_kv_transfer_group().worker.engine.codecs.values():
         for number, cache in enumerate(codec.layout.caches):
             for block in cache.reshape(len(cache), BLOCK, -1).contiguous().view(torch.uint8).cpu().numpy():
                 if block.any(axis=1).all():

@@ -20,7 +20,7 @@ from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, Batch, Paged
 from manthan.codec.gpu.raw import RawPagedCodec
 from manthan.codec.model import ModelFacts
 from manthan.vllm_hooks import compat
-from manthan.vllm_hooks.worker.blocks import PagedMemory
+from manthan.vllm_hooks.worker.engine_cpu import PagedMemory
 from manthan.vllm_hooks.worker.layout import Layer
 from manthan.vllm_hooks.worker.slabs import Slab, Slabs
 

@@ -21,8 +21,8 @@ def tiers(worker: Any) -> dict[str, tuple[int, int, int]]:
 
 def codecs(worker: Any) -> list[str]:
     """Return the codecs of the blocks in all tiers."""
-    names = {number: name for name, number in engine()._codecs._numbers.items()}
-    return sorted({names[block.codec] for tier in engine().tiers.all for block in tier.blocks().values()})
+    blocks = [found for tier in engine().tiers.all for found in tier.blocks().items()]
+    return sorted({engine().codecs[group][block.codec].format.codec for (group, _), block in blocks})
 
 
 def damage(worker: Any) -> None:

@@ -29,7 +29,7 @@ from manthan.codec.base import Numbers
 from manthan.codec.cpu.numbers import as_floats
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.worker.blocks import Copies
+from manthan.vllm_hooks.worker.engine_cpu import Arrays
 
 FIRST, TURNS, MORE = 700, 4, 60
 ANSWER = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False, logprobs=1)
@@ -105,7 +105,7 @@ class Losses:
         encoded: dict[bytes, tuple[Numbers, Numbers]] = {}
         most = self.by_group[group] = [0.0, 0.0]
 
-        def encode(job: Transfer, copies: Copies) -> Any:
+        def encode(job: Transfer, copies: list[Arrays]) -> Any:
             encoded.update(zip(job.block_hashes, copies, strict=True))
             return encode_blocks(job, copies)
 

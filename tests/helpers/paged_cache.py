@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.vllm_hooks import memory
 from manthan.vllm_hooks.groups import KvCacheGroup
-from manthan.vllm_hooks.worker.blocks import CpuBlocks, PagedMemory
+from manthan.vllm_hooks.worker.engine_cpu import CpuBlocks, PagedMemory
 from manthan.vllm_hooks.worker.layout import probe_layers
 
 LAYERS, HEADS, BLOCKS = 3, 2, 8

@@ -92,7 +92,7 @@ class PathSession:
             time.sleep(0.002)
         assert self.half.pool._pool.reset_prefix_cache()
         with torch.inference_mode():
-            for codec in self.path.codecs.values():
+            for codec, *_ in self.path.codecs.values():
                 for cache in codec.layout.caches:
                     cache.zero_()
         if torch.cuda.is_available():
@@ -107,7 +107,7 @@ class PathSession:
                 sum(group == of for of, _ in names),
                 sorted({tier.buffer.device.type for of, tier in names if of == group}),
             ]
-            for group, codec in self.path.codecs.items()
+            for group, (codec, *_) in self.path.codecs.items()
         }
 
     def damage(self, group: int) -> None:
@@ -121,7 +121,7 @@ class PathSession:
 
     def rows_in_pool(self) -> torch.Tensor:
         """All layers' numbers of each block of the main group that has any, [blocks, numbers]."""
-        caches = next(iter(self.path.codecs.values())).layout.caches
+        caches = next(iter(self.path.codecs.values()))[0].layout.caches
         rows = torch.cat([cache.float().flatten(1) for cache in caches], 1).cpu()
         return rows[rows.any(1)]
 
@@ -138,7 +138,7 @@ class PathSession:
         self.go_cold()
         report["again"] = self.ask()
         with torch.inference_mode():
-            for cache in next(iter(self.path.codecs.values())).layout.caches:
+            for cache in next(iter(self.path.codecs.values()))[0].layout.caches:
                 cache.zero_()
         report["zeros"] = self.ask()
         return report

@@ -179,12 +179,12 @@ def test_the_log_says_once_that_tenants_shape_no_profile() -> None:
 def test_a_reset_begins_anew_and_a_change_of_weights_ends_calibration() -> None:
     calibrator: Any = object.__new__(Calibrator)
     calibrator._wants = calibrator._is_busy = calibrator._is_done = False
-    calibrator.every, calibrator._passed, calibrator._taken, calibrator._resets = EVERY, 5000, 4096, 0
+    calibrator.every, calibrator._passed, calibrator._taken, calibrator._builder = EVERY, 5000, 4096, ["begun"]
     step = partial(ManthanMetadata, tokens=512, may_calibrate=True)
     calibrator.begin_step(step())
     assert not calibrator._wants, "enough was taken"
     calibrator.begin_step(step(place=""))
-    assert (calibrator._wants, calibrator._taken, calibrator._resets) == (True, 0, 1)
+    assert (calibrator._wants, calibrator._taken, calibrator._builder) == (True, 0, [])
     calibrator.begin_step(step(place="", has_new_weights=True))
     assert not calibrator._wants
     calibrator.begin_step(step())

@@ -47,7 +47,7 @@ from manthan.vllm_hooks.doctor.families import families
 from manthan.vllm_hooks.groups import Context, KvCacheGroup, groups_of, on_all_ranks
 from manthan.vllm_hooks.memory import block_format, block_shape
 from manthan.vllm_hooks.support import Latents
-from manthan.vllm_hooks.worker.blocks import CpuBlocks, PagedMemory
+from manthan.vllm_hooks.worker.engine_cpu import CpuBlocks, PagedMemory
 from manthan.vllm_hooks.worker.half import GroupCache, WorkerHalf
 from manthan.vllm_hooks.worker.layout import placed_layers, probe_layers
 

@@ -34,7 +34,7 @@ from manthan.vllm_hooks.groups import KvCacheGroup, groups_of
 from manthan.vllm_hooks.memory import Shards, block_format, block_shape, group_shape
 from manthan.vllm_hooks.support import UnsupportedError, is_packed
 from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.worker.blocks import CpuBlocks, PagedMemory
+from manthan.vllm_hooks.worker.engine_cpu import CpuBlocks, PagedMemory
 from manthan.vllm_hooks.worker.layout import placed_layers, probe_layers
 
 WHAT = ["grow", "codecs"]

@@ -24,7 +24,7 @@ from manthan.vllm_hooks.groups import Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.memory import block_format, block_shape
 from manthan.vllm_hooks.support import Latents
 from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.worker.blocks import PagedMemory
+from manthan.vllm_hooks.worker.engine_cpu import PagedMemory
 from manthan.vllm_hooks.worker.layout import probe_layers
 
 BLOCK, BLOCKS, FILLED = 16, 8, 21

@@ -26,7 +26,7 @@ from manthan.vllm_hooks.groups import Context, Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.lasting import make_store
 from manthan.vllm_hooks.shards import Sharding, reads_others
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, from_vllm_config, settings
-from manthan.vllm_hooks.worker.blocks import CpuBlocks, PagedMemory
+from manthan.vllm_hooks.worker.engine_cpu import CpuBlocks, PagedMemory
 from manthan.vllm_hooks.worker.half import WorkerHalf
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"

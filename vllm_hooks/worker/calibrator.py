@@ -1,14 +1,10 @@
-"""Calibration by traffic: makes a profile, a codec's tables for one model, from prompts' queries, keys and values.
-
-The model's thread copies the arguments of attention layers, on a GPU within the GPU's memory. A thread of low priority
-does the rest.
-"""
+"""Calibration by traffic: makes a profile, a codec's tables for one model, from prompts' queries, keys and values."""
 
 import os
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +18,7 @@ from manthan.manager.config.profiles import model_folder
 from manthan.vllm_hooks.compat import wrap
 from manthan.vllm_hooks.groups import KvCacheGroup
 from manthan.vllm_hooks.messages import ManthanMetadata
-from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus
+from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus, behind, model_event
 
 logger = init_logger("vllm.manthan.worker")
 
@@ -30,10 +26,16 @@ LEAST, MOST = 128, 1024  # least and most tokens taken from a step, all of the r
 EVERY = 16  # least tokens of traffic for each token taken, so that calibration costs little
 WANTED = 9_600
 """Least tokens that make a profile: four fifths of the 12,000 tokens that are taken of 192,000 tokens of traffic."""
+Rows: TypeAlias = tuple[torch.Tensor, ...]
+"""Some rows of a layer's queries, keys and values, [tokens, heads, head_dim] each."""
 
 
 class Calibrator:
-    """Makes a single profile. group: of the attention layers. offer: called with the profile, on another thread."""
+    """Makes a single profile. group: of the attention layers. offer: called with the profile, on another thread.
+
+    The model's thread copies arguments of the attention layers, on a GPU within the GPU's memory. A thread of low
+    priority does the rest.
+    """
 
     def __init__(
         self,
@@ -49,22 +51,20 @@ class Calibrator:
         self._attentions = [modules[name].impl for name in group.names]
         self._folder = model_folder(model.model, model.revision)
         self._info = ProfileInfo(model.model, len(group.names), heads, dim, rope, "attention")
-        self._builder: TrafficBuilder | None = None
-        self._begun = 0  # number of resets before the builder's first rows
+        self._builder: list[TrafficBuilder] = []  # empty until rows are added. Each reset begins a new list
         self._device = device
         self._threads = JobThreads(1, "manthan-calibrate", allowed_cpus() if device.type == "cpu" else ())
-        self._parts: list[tuple[torch.Tensor, ...]] = []  # by layer, copied queries, keys and values of the step
+        self._parts: list[Rows] = []  # by layer, copies of the step's rows
         self._rows, self._first = slice(0), 0  # the prompt's rows to copy, and the first row's position in the prompt
         self._wants = self._is_busy = self._is_done = False
-        self._passed = self._taken = self._resets = 0
+        self._passed = self._taken = 0
         for layer, attention in enumerate(self._attentions):
             wrap("vllm.v1.attention.backend.AttentionImpl.forward", attention, partial(self._forward, layer))
 
     def begin_step(self, metadata: ManthanMetadata) -> None:
         self._is_done |= metadata.has_new_weights  # the profile's path names the weights of the files
         if metadata.place is not None:  # what was taken before the cold store was emptied shapes no profile
-            self._passed = self._taken = 0
-            self._resets += 1
+            self._passed, self._taken, self._builder = 0, 0, []
         self._passed += metadata.tokens
         is_idle = not (self._is_busy or self._is_done)
         self._wants = is_idle and metadata.may_calibrate and self.every * self._taken <= self._passed
@@ -89,7 +89,7 @@ class Calibrator:
             logger.warning("Manthan: no profile is made from traffic: %s: %s", type(error).__name__, error)
 
     def _take(self, layer: int, told: Any, *rows: torch.Tensor) -> None:
-        """Copy a prompt's rows of [tokens, heads, head_dim]. After the last layer, begin the work on the thread.
+        """Copy a prompt's rows. After the last layer, begin the work on the thread.
 
         At the first layer choose the prompt, unless it is too short, or the GPU has no memory for the copies. told:
         metadata of the attention backend.
@@ -109,42 +109,32 @@ class Calibrator:
         self._parts.append(tuple(x[self._rows].clone() for x in rows))
         if len(self._parts) == len(self._attentions):
             self._wants, self._is_busy = False, True
-            self._taken += len(self._parts[0][0])
-            copied = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device).record_event()
-            self._threads.submit(self._try, self._add, self._first, self._parts, self._resets, copied)
+            self._taken += len(rows[0][self._rows])
+            copied = model_event(self._device)
+            self._threads.submit(self._try, self._add, self._builder, self._first, self._parts, copied)
 
-    def _add(self, first: int, parts: list[tuple[torch.Tensor, ...]], resets: int, copied: Any) -> None:
+    def _add(self, built: list[TrafficBuilder], first: int, parts: list[Rows], copied: torch.cuda.Event | None) -> None:
         """Add rows of all layers to the profile. After enough tokens, offer the profile.
 
-        Args:
-            first, parts: position in the prompt of the first row, and rows by layer: queries, keys and values.
-            resets: number of resets before the rows were taken.
-            copied: CUDA event after the copies; None on a CPU.
+        built: `_builder` when the rows were taken. first: position in the prompt of the first row. parts: by layer.
+        copied: event after the copies.
         """
         if copied is not None:
             torch.cuda.set_device(self._device)
-            stream = torch.cuda.Stream(self._device)
-            stream.wait_event(copied)
-            with torch.cuda.stream(stream):  # each layer's memory on the GPU is freed at once
-                parts = [tuple(x.cpu() for x in parts.pop(0)) for _ in self._attentions]
+        with behind(copied, self._device):  # each layer's memory on the GPU is freed at once
+            parts = [tuple(x.cpu() for x in parts.pop(0)) for _ in self._attentions]
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        info, builder = self._info, self._builder
-        if builder is None or self._begun != resets:
-            outputs = output_energies(self._folder, info.layers, parts[0][0].shape[1], info.head_dim)
-            builder, self._begun = TrafficBuilder(info, outputs), resets
-            self._builder = builder
+        if not built:
+            outputs = output_energies(self._folder, self._info.layers, parts[0][0].shape[1], self._info.head_dim)
+            built.append(TrafficBuilder(self._info, outputs))
         for layer, (part, attention) in enumerate(zip(parts, self._attentions, strict=True)):
             queries, keys, values = (x.float().numpy().swapaxes(0, 1) for x in part)
-            builder.add(layer, np.arange(first, first + keys.shape[1]), keys, values)
+            built[0].add(layer, np.arange(first, first + keys.shape[1]), keys, values)
             if first == 0:
-                builder.ask(layer, queries * np.float32(attention.scale), keys, values)
-
-        def is_valid() -> bool:
-            return resets == self._resets and not self._is_done
-
-        if builder.tokens >= self.wanted and is_valid():
-            profile, self._builder = builder.made(), None
-            if is_valid():  # it takes minutes for a large model
+                built[0].ask(layer, queries * np.float32(attention.scale), keys, values)
+        if built[0].tokens >= self.wanted and built is self._builder and not self._is_done:
+            profile = built.pop().made()
+            if built is self._builder and not self._is_done:  # `made` takes minutes for a large model
                 self._is_done = True
                 self._offer(profile)
         self._is_busy = False

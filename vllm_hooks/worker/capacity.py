@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.manthan")
 
-STAGING_BYTES = 32 << 20
-"""Least size of a GPU's staging buffer for stores (pool to tier), and of one for prefetches (loads before requests)."""
+STAGING_BYTES = 32 << 20  # least size of a GPU's staging buffer for stores, and of one for prefetches
 COPIES_BYTES = 128 << 20
 """Most bytes of a rank's blocks that the CPU has gathered and not encoded yet, unless one block is larger."""
 RESTORE_STAGING_BYTES = 128 << 20
 """Least size of a staging buffer for restores: large, because each filling costs time of the model's thread."""
-RESTORE_STAGINGS = 2
-"""Number of staging buffers for restores: one is filled while the other is decoded."""
+RESTORE_STAGINGS = 2  # number of staging buffers for restores: one is filled while the other is decoded
 PRIMARY_BYTES = 256 << 20
 """Least pinned RAM of a rank in front of a disk, Redis or another rank's tiers, if the codec runs on a GPU."""
 CPU_ENCODE_THREADS = 4

@@ -9,21 +9,27 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from queue import Empty, Queue
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from vllm.logger import init_logger
 
-from manthan.manager.tiers.tier import Found, Tier, TierError
+from manthan.codec.errors import WireError
+from manthan.manager.events import BlocksTrimmed
+from manthan.manager.tiers.tier import Buffer, Found, Tier, TierError
 from manthan.manager.transfer import RESET, Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 
+if TYPE_CHECKING:
+    from manthan.vllm_hooks.worker.slabs import Slabs
+
 logger = init_logger("vllm.manthan.worker")
 
-MISSING = "missing"
-"""Cause of a failure: the block is in no tier."""
+MISSING = "missing"  # cause of a failure: the block is in no tier
 REST_S = sys.getswitchinterval()
 """Most seconds that the model's thread pauses for a load, in a step without compute.
 
@@ -36,24 +42,20 @@ class CancelledError(Exception):
 
 
 class Ended(NamedTuple):
-    """Ended loads, for vLLM. requests: ids of requests whose load ended.
+    """Ended loads, for vLLM."""
 
-    failed: ids of the requests among these whose whole load counts as failed. bad_blocks: ids of the pool's blocks that
-    the loads of the other requests did not fill.
-    """
-
-    requests: set[str]
-    failed: set[str]
-    bad_blocks: set[int]
+    requests: set[str]  # ids of requests whose load ended
+    failed: set[str]  # ids of the requests among these whose whole load counts as failed
+    bad_blocks: set[int]  # ids of the pool's blocks that the loads of the other requests did not fill
 
 
 @dataclass(eq=False)
 class Storing:
-    """Store under way. nbytes, failed, inner: as in `TransferResult`. left: number of blocks without an outcome yet."""
+    """Store under way. nbytes, failed, inner: as in `TransferResult`."""
 
     job: Transfer
     nbytes: NDArray[np.int64] = field(init=False)
-    left: int = field(init=False)
+    left: int = field(init=False)  # number of blocks without an outcome yet
     failed: dict[int, str] = field(default_factory=dict)
     inner: dict[int, Sequence[int]] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
@@ -67,22 +69,18 @@ class Engine:
 
     The base class is used until vLLM has allocated the KV cache. The model's thread calls all public methods but
     `read`. No method waits unless its docstring says so. An engine overrides `_load` and `_store`, which begin a job to
-    be answered later. If they raise, the job is refused.
-
-    Args:
-        fails_whole: True if one bad block fails a request's whole load; False if the blocks before it count as loaded.
-        keeps: False if another rank stores this rank's blocks, so that stores are neither begun nor answered.
+    be answered later. If they raise, the job is refused. fails_whole: True if one bad block fails a request's whole
+    load; False if the blocks before it count as loaded. keeps: False if another rank stores this rank's blocks, so that
+    stores are neither begun nor answered.
     """
 
     def __init__(self, fails_whole: bool = False, keeps: bool = True) -> None:
-        self.decode_s: dict[str, float] | None = None
-        """By codec name, seconds in which the GPU decodes a token; None if the CPU decodes."""
+        self.decode_s: dict[str, float] = {}
+        """By codec name, seconds in which the GPU decodes a token; empty if the CPU decodes."""
         self._fails_whole, self._keeps = fails_whole, keeps
         self._lock = threading.Condition()
-        self._begun = set[int]()
-        """Ids of the step's jobs that are begun or refused. `fail` refuses the rest after an exception."""
-        self._open: dict[str, set[int]] = {}
-        """By request id, ids of the request's load jobs under way."""
+        self._begun = set[int]()  # ids of the step's jobs that are begun or refused. `fail` refuses the rest
+        self._open: dict[str, set[int]] = {}  # by request id, ids of the request's load jobs under way
         self._bad: dict[str, set[int]] = {}
         """By request id, ids of the pool's blocks that the request's ended load jobs did not fill."""
         self._report = ManthanWorkerMetadata()
@@ -220,6 +218,34 @@ class Engine:
         with self._lock:
             self._report.results.append(result)
 
+    def _answer_load(self, job: Transfer, sizes: Sequence[int], failed: dict[int, str], began: float) -> None:
+        """Answer a load. sizes: bytes of the good first blocks. failed: as in `TransferResult`."""
+        nbytes = np.zeros(len(job), np.int64)
+        nbytes[: len(sizes)] = sizes
+        self._answer(TransferResult(job.job_id, nbytes, failed, time.monotonic() - began))
+
+    @staticmethod
+    def _drop(metadata: ManthanMetadata, *tiers: "Tier | Slabs") -> None:
+        """Drop and trim blocks in these tiers."""
+        for drop, tier in product(metadata.drops, tiers):
+            if isinstance(drop, BlocksTrimmed):
+                tier.trim(drop.group, drop.block_hashes, drop.level + 1)
+            else:
+                tier.drop(drop.group, drop.block_hashes)
+
+    @staticmethod
+    def _put(
+        tier: Tier, job: Transfer, blocks: Mapping[int, Buffer]
+    ) -> tuple[dict[int, Sequence[int]], dict[int, str]]:
+        """Put compressed blocks of a store into a tier. Return arguments for `_stored`. blocks: by index in the job."""
+        hashes = job.block_hashes
+        try:
+            causes = tier.put_all(job.group, {hashes[at]: buf for at, buf in blocks.items()}, job.tenant)
+            failed = {at: causes[hashes[at]] for at in blocks if hashes[at] in causes}
+            return {at: tier.rooms(buf) for at, buf in blocks.items() if at not in failed}, failed
+        except Exception as error:  # any error costs these blocks, not the thread
+            return {}, dict.fromkeys(blocks, cause_of(error))
+
     def _loaded(self, job: Transfer, good: int) -> None:
         """Note for vLLM that a load has ended. good: number of first blocks that were loaded."""
         if job.request_id is not None:
@@ -261,7 +287,7 @@ def cause_of(error: Exception) -> str:
     """Return the cause of a job's failure, a metric's label. Log an unexpected exception."""
     if isinstance(error, CancelledError):
         return str(error) or RESET
-    if isinstance(error, TierError):
+    if isinstance(error, TierError | WireError):
         return error.cause
     logger.warning("Manthan: a transfer has failed: %s: %s", type(error).__name__, error)
     return "internal"
@@ -328,3 +354,17 @@ def allowed_cpus() -> set[int]:
     except (AttributeError, OSError) as error:  # not on Linux, or the parent is gone
         logger.debug("Manthan: the CPUs that may be used are not known: %s", error)
         return set()
+
+
+def model_event(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event after the work queued on the model's stream; None on a CPU. Call on the model's thread."""
+    return None if device.type == "cpu" else torch.cuda.current_stream(device).record_event()
+
+
+def behind(model: torch.cuda.Event | None, device: torch.device) -> torch.cuda.StreamContext:
+    """Return a context with a new stream that waits for event `model`; without an event, one that changes nothing."""
+    stream = None
+    if model is not None:
+        stream = torch.cuda.Stream(device)
+        stream.wait_event(model)
+    return torch.cuda.stream(stream)

@@ -7,98 +7,68 @@ if in one extent. All other blocks pass through a staging buffer on the device. 
 the order in which the streams use the room. Where room changes hands between streams, the second stream waits for the
 first. Freed bytes are erased on a separate stream, before anything is written there.
 
-GPU memory and pinned RAM (the tier "host") are primary tiers. A disk or Redis is a secondary tier. Separate threads
-copy bytes between pinned RAM and the secondary tier. A load finds the copied blocks in pinned RAM.
+GPU memory and pinned RAM (the tier "host") are primary tiers. A disk or Redis is a secondary tier: threads copy bytes
+between pinned RAM and the secondary tier, and loads find the copied blocks in pinned RAM.
 """
 
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, groupby, product
+from functools import partial
+from itertools import groupby, product
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
 
 from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, status_cause
-from manthan.manager.events import BlocksTrimmed
 from manthan.manager.tiers.arena import Extent, room
-from manthan.manager.tiers.tier import STORE_FULL, Buffer, Found, Tier
-from manthan.manager.transfer import NEEDED, RESET, Transfer, TransferResult
-from manthan.vllm_hooks import compat
+from manthan.manager.tiers.tier import STORE_FULL, Found, Tier
+from manthan.manager.transfer import NEEDED, RESET, Transfer
 from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.capacity import RESTORE_STAGING_BYTES, RESTORE_STAGINGS, STAGING_BYTES
-from manthan.vllm_hooks.worker.codecs import Codecs
 from manthan.vllm_hooks.worker.engine import MISSING, Ended, Engine, JobThreads, Storing, cause_of
 from manthan.vllm_hooks.worker.promotion import Primary, Reading
-from manthan.vllm_hooks.worker.slabs import (
-    Demotion,
-    Name,
-    Numbers,
-    Places,
-    Run,
-    Slab,
-    Slabs,
-    Staging,
-    Stored,
-    Taken,
-    pieces,
-)
+from manthan.vllm_hooks.worker.slabs import Demotion, Places, Run, Slab, Slabs, Staging, Stored, Taken, copy, copy_run
 
 logger = init_logger("vllm.manthan.worker")
 
-LOAD_CHUNK = 4096
-"""Most blocks of a load begun at once: the GPU handles them while more are prepared."""
-ERASE_BYTES = 1 << 20
-"""Most bytes that one copy of zeros erases."""
-PAUSE_S = 1e-3
-"""Seconds that vLLM's engine core sleeps after a step without compute. `_pause` waits no longer."""
-TIMED_DECODES = 50
-"""Number of decodes, the fastest of which gives a codec's time for a token."""
+LOAD_CHUNK = 4096  # most blocks of a load begun at once: the GPU handles them while more are prepared
+ERASE_BYTES = 1 << 20  # most bytes that one copy of zeros erases
+PAUSE_S = 1e-3  # seconds that vLLM's engine core sleeps after a step without compute. `rest` polls no longer
+TIMED_DECODES = 50  # number of decodes, the fastest of which gives a codec's time for a token
 
 
 @dataclass(eq=False)
 class Chunk:
-    """Part of a job: n blocks that kernels handle together.
+    """Part of a job: n blocks that kernels handle together."""
 
-    status, nbytes: of each block, int32 and int64 [n], valid once event `checked` is reached. ends: ends of each
-    block's parts in bytes, int64 [n, parts], 0 behind the last part. done: event after all work on the chunk. end: for
-    a load, index in the job behind the chunk's last block.
-    """
-
-    status: torch.Tensor
-    nbytes: torch.Tensor
-    ends: torch.Tensor
+    status: torch.Tensor  # int32 [n]; this and `nbytes` are valid once event `checked` is reached
+    nbytes: torch.Tensor  # of each block, int64 [n]
+    ends: torch.Tensor  # ends of each block's parts in bytes, int64 [n, parts], 0 behind the last part
     checked: torch.cuda.Event
-    done: torch.cuda.Event
-    end: int = 0
+    done: torch.cuda.Event  # after all work on the chunk
+    end: int = 0  # for a load, index in the job behind the chunk's last block
 
 
 @dataclass(eq=False, kw_only=True)
 class CudaStoring(Storing):
-    """Store in progress.
+    """Store in progress."""
 
-    age: the engine's number of resets at the store's begin. secondary: final tier of the blocks, if any. planned:
-    number of first blocks that have room or are refused. uncopied: number of encodings that still read the pool's
-    blocks.
-    """
-
-    age: int
-    secondary: Tier | None
-    planned: int = 0
-    uncopied: int = 0
+    age: int  # the engine's number of resets at the store's begin
+    secondary: Tier | None  # final tier of the blocks, if any
+    planned: int = 0  # number of first blocks that have room or are refused
+    uncopied: int = 0  # number of encodings that still read the pool's blocks
 
 
-class Encoding(NamedTuple):
-    """Blocks of a store encoded together, from the block at `start` on, with room in a tier for each.
-
-    nbytes: most bytes of one block. in_place: True if the kernel writes into the tier, False if into a staging buffer.
-    """
+@dataclass(eq=False)
+class Encoding:
+    """Blocks of a store encoded together, from the block at `start` on, with room in a tier for each."""
 
     storing: CudaStoring
     start: int
@@ -106,60 +76,33 @@ class Encoding(NamedTuple):
     exact: int
     tier: Slab
     places: Places
-    in_place: bool
-    nbytes: int
+    in_place: bool  # True if the kernel writes into the tier, False if into a staging buffer
+    chunk: Chunk = field(init=False)  # this and `copied` are set by `_encode`
+    copied: torch.cuda.Event = field(init=False)  # after the last read of the pool's blocks
+    is_copied: bool = False  # True once `_copied` was called
 
 
-@dataclass(eq=False)
-class Begun:
-    """Running encoding. copied: event after the last read of the pool's blocks."""
+@dataclass(eq=False, kw_only=True)
+class CudaLoading(Reading):
+    """Load in progress."""
 
-    encoding: Encoding
-    chunk: Chunk
-    copied: torch.cuda.Event
-    is_copied: bool = False
-
-
-class Decoding(NamedTuple):
-    """Chunk of a load with checked compressed blocks, ready to decode."""
-
-    codec: PagedCodec
-    stream: torch.cuda.Stream
-    chunk: Chunk
-    batch: Batch
-    buffer: torch.Tensor
-
-
-@dataclass(eq=False)
-class CudaLoading:
-    """Load in progress. earlier: event after which nothing else uses the pool's blocks that the load fills.
-
-    begun: number of blocks whose check and decoding are queued. decoded: number of chunks known to be decoded.
-    answered: True once vLLM has been told, so that the model's stream waits for the decoding; never for prefetches.
-    broken: True if the GPU or Manthan has failed. No block is then good. lost: True if a block is in no primary tier.
-    """
-
-    job: Transfer
-    reading: Reading
-    earlier: torch.cuda.Event
+    earlier: torch.cuda.Event  # after which nothing else uses the pool's blocks that the load fills
     chunks: list[Chunk] = field(default_factory=list)
-    begun: int = 0
-    decoded: int = 0
-    lost: bool = False
-    answered: bool = False
-    broken: bool = False
+    begun: int = 0  # number of blocks whose check and decoding are queued
+    decoded: int = 0  # number of chunks known to be decoded
+    lost: bool = False  # True if no more blocks will be begun
+    answered: bool = False  # True once vLLM was told, and the model's stream waits; never for prefetches
+    broken: bool = False  # True if the GPU or Manthan has failed. No block is then good
     began: float = field(default_factory=time.monotonic)
 
 
 class CudaEngine(Engine):
     """Engine of a rank with paged codecs on the rank's GPU.
 
-    Args:
-        codecs: as in Codecs, by KV cache group.
-        tiers: primary tiers.
-        forms: counts of exact first tokens in a block for which kernels are warmed up. Further counts work, too.
-        secondary: final tier of every block, if any. Pinned RAM then has the most recently used blocks.
-        keeps: see Engine. If False, blocks stay on the host only while a load needs them.
+    codecs: by KV cache group, the group's configured codec, then further codecs. The first group is the main group,
+    whose block hashes make up sessions. tiers: primary tiers. forms: counts of exact first tokens in a block for which
+    kernels are warmed up. Further counts work, too. secondary: final tier of every block, if any. Pinned RAM then has
+    the most recently used blocks. keeps: see Engine. If False, blocks stay on the host only while a load needs them.
     """
 
     def __init__(
@@ -172,40 +115,34 @@ class CudaEngine(Engine):
         keeps: bool = True,
     ) -> None:
         super().__init__(fails_whole, keeps)
-        self.tiers, self.store = tiers, secondary
-        self._codecs = Codecs(codecs)
-        self.codecs = {group: self._codecs.get(group) for group in codecs}
-        self._device = next(iter(self.codecs.values())).device
-        largest = max(codec.form(codec.layout.tokens).nbytes for codec in self.codecs.values())
+        self.tiers, self.store, self._forms = tiers, secondary, forms
+        self.codecs: dict[int, list[PagedCodec]] = {group: [] for group in codecs}  # tiers keep a codec's index
+        self._main, firsts = next(iter(codecs)), [some[0] for some in codecs.values()]
+        self._device = firsts[0].device
+        largest = max(codec.form(codec.layout.tokens).nbytes for codec in firsts)
         self._stores, self._prefetches = (Staging(max(STAGING_BYTES, largest), self._device) for _ in range(2))
         nbytes = max(RESTORE_STAGING_BYTES, largest)
         self._restores = [Staging(nbytes, self._device, priority=-1) for _ in range(RESTORE_STAGINGS)]
-        self._stagings = (self._stores, self._prefetches, *self._restores)
+        self._stagings = (self._stores, *self._restores, self._prefetches)
         self._zeros = torch.zeros(ERASE_BYTES, dtype=torch.uint8, device=self._device)
         self._eraser = torch.cuda.Stream(self._device)
         self._erased: torch.cuda.Event = self._eraser.record_event()
         """Event behind the last erasure. Every write to a tier waits for the event."""
-        self._waiting: deque[CudaStoring] = deque()
-        """Stores without room yet."""
-        self._encodings: deque[Begun] = deque()
-        self._written: deque[tuple[Encoding, Mapping[int, Stored], Mapping[int, Sequence[int]], Mapping[int, str]]] = (
-            deque()
-        )
-        """Encodings written to the secondary tier, with good blocks, bytes there and causes by index in the job."""
+        self._waiting: deque[CudaStoring] = deque()  # stores without room yet
+        self._encodings: deque[Encoding] = deque()
+        self._written: deque[Callable[[], None]] = deque()  # calls of `_enter` after writes to the secondary tier
         self._loadings: list[CudaLoading] = []
-        self._primary: Primary | None = None
-        """Tier on the host; None without a secondary tier."""
+        self._primary: Primary | None = None  # tier on the host; None without a secondary tier
         if secondary is not None:
             assert tiers.host is not None
-            self._primary = Primary(tiers.host, self._codecs.look_into, self._lock, self._erase, keeps)
+            self._primary = Primary(tiers.host, self.codecs, self._lock, self._erase, keeps)
         self._earlier = self._model()
         """Event behind the model's work of earlier steps. No later work uses blocks that a load of this step fills."""
-        self._age = self._writing = 0
-        """Number of resets; number of encodings being copied to the secondary tier."""
+        self._age = self._writing = 0  # number of resets; of encodings being copied to the secondary tier
         self._demoted: torch.cuda.Event | None = None
-        self._may_pause = False
-        self._forms = forms
-        self.decode_s = self._warm_up(forms)
+        for group, some in codecs.items():
+            for codec in some:
+                self.add(group, codec, self._stagings)
         self._stores.buffer.zero_()
         threads = int(secondary is not None)
         self._writers = JobThreads(threads, "manthan-write")
@@ -217,7 +154,6 @@ class CudaEngine(Engine):
     def _prepare(self, metadata: ManthanMetadata) -> None:
         for slab in self.tiers.all:
             slab.start()
-        self._may_pause = not metadata.tokens
         if metadata.cancels or metadata.place is not None:
             self._stop(self._loadings)
         if metadata.cancels:
@@ -230,43 +166,34 @@ class CudaEngine(Engine):
                 self.tiers.clear()
             if self.store is not None:
                 self.store = self.store.cleared(metadata.place)
-        for drop in metadata.drops:
-            tiers: list[Slabs | Tier] = [self.tiers, *([] if self.store is None else [self.store])]
-            for tier in tiers:
-                with self._lock:
-                    if isinstance(drop, BlocksTrimmed):
-                        tier.trim(drop.group, drop.block_hashes, drop.level + 1)
-                    else:
-                        tier.drop(drop.group, drop.block_hashes)
+        with self._lock:
+            self._drop(metadata, self.tiers, *([] if self.store is None else [self.store]))
         with suppress(Exception), self._lock:  # a GPU that does not erase reads nothing either
             self._erase()
 
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         """See Engine. Finds only blocks in pinned RAM or in the secondary tier."""
+        tier = self.tiers.all[-1]
         for key in keys:
-            found: Found = self._in_ram((group, key))
+            with self._lock:
+                stored = tier.stored((group, key))
+            found: Found = None if stored is None else tier.read(stored).copy()
+            with self._lock:  # if the block was dropped, the bytes may be those of another block
+                found = found if tier.stored((group, key)) == stored else None
             if found is None and self.store is not None:
                 found = next(self.store.read(group, [key], tenant))
             yield found
 
-    def _in_ram(self, name: Name) -> Buffer | None:
-        """Return a copy of a block in RAM; None if the block is absent, or dropped meanwhile."""
-        tier = self.tiers.all[-1]
-        with self._lock:
-            stored = tier.stored(name)
-        buf = None if stored is None else tier.read(stored).copy()
-        with self._lock:  # if the block was dropped, the bytes may be those of another block
-            return buf if tier.stored(name) == stored else None
-
     def take_ended(self) -> Ended:
         """Poll the streams. vLLM calls `take_ended` first in every step."""
         self._end_encodings()
-        self._end_writes()
+        while self._written:
+            self._writing -= 1
+            self._written.popleft()()
         self._begin_stores()
         for loading in self._loadings:
             self._begin_more(loading)
             self._unpin_decoded(loading)
-        self._pause()
         self._poll()
         left = []
         for loading in self._loadings:  # ended only after decoding, so that requests read a prefetch's final blocks
@@ -280,8 +207,15 @@ class CudaEngine(Engine):
 
     def _poll(self) -> None:
         for loading in self._loadings:
-            if not loading.answered and loading.job.request_id is not None and self._is_reached(loading, "checked"):
-                self._answer_load(loading)
+            if loading.answered or loading.job.request_id is None or not self._is_reached(loading, "checked"):
+                continue
+            try:
+                for chunk in loading.chunks:  # later compute of the model waits for the decoding
+                    torch.cuda.current_stream(self._device).wait_event(chunk.done)
+            except Exception as error:
+                self._break(loading, error)
+            loading.answered = True
+            self._loaded(loading.job, self._outcome(loading)[0])
 
     def wait(self) -> None:
         self._give_up(RESET)
@@ -301,15 +235,23 @@ class CudaEngine(Engine):
         if self.store is not None:
             self.store.close()
 
+    def rest(self) -> None:
+        """Wait also for the checks of blocks in GPU memory, because vLLM would sleep longer before the next poll."""
+        super().rest()
+        if self._loadings and self.tiers.first is self.tiers.device:
+            until = time.monotonic() + PAUSE_S
+            while not self._is_reached(self._loadings[-1], "checked") and time.monotonic() < until:
+                time.sleep(PAUSE_S / 20)
+
     def _awaits_threads(self) -> bool:
-        news = any(loading.reading.there > loading.begun for loading in self._loadings)
-        return not news and any(not loading.reading.is_read for loading in self._loadings)
+        news = any(loading.there > loading.begun for loading in self._loadings)
+        return not news and any(not loading.is_read for loading in self._loadings)
 
     def _stop(self, loadings: Sequence[CudaLoading]) -> None:
         """Read no more blocks for these loads."""
         with self._lock:
             for loading in loadings:
-                loading.reading.is_stopped = True
+                loading.is_stopped = True
             self._lock.notify_all()
 
     # -- store ----------------------------------------------------------------------------------------
@@ -321,13 +263,9 @@ class CudaEngine(Engine):
     def _begin_stores(self) -> None:
         """Begin stores as far as the tiers have room."""
         while self._waiting:
-            storing = self._waiting[0]
+            storing, encodings, demotions = self._waiting[0], list[Encoding](), list[Demotion]()
             try:
-                encodings, demotions = self._planned(storing)
-            except Exception as error:
-                self._refuse_rest(storing, cause_of(error))
-                encodings, demotions = [], []
-            try:
+                self._plan(storing, encodings, demotions)
                 if encodings or demotions:
                     self._make_room(demotions)
             except Exception as error:
@@ -336,6 +274,7 @@ class CudaEngine(Engine):
                         self.tiers.drop(demotion.name[0], [demotion.name[1]])
                 for encoding in encodings:
                     self._fail(encoding, error)
+                self._refuse_rest(storing, cause_of(error))
                 encodings = []
             for encoding in encodings:
                 try:
@@ -346,48 +285,60 @@ class CudaEngine(Engine):
                 return
             self._waiting.popleft()
 
+    def _plan(self, storing: CudaStoring, encodings: list[Encoding], demotions: list[Demotion]) -> None:
+        """Take room for a store's next blocks. Add encodings with room, and demotions to copy before the room is used.
+
+        Blocks without room are refused. With a secondary tier they wait while blocks under way may make room.
+        """
+        job, refused = storing.job, list[int]()
+        codecs = self.codecs[job.group]
+        codec = next((codec for codec in codecs if codec.format.codec == job.codec), codecs[0])
+        with self._lock:
+            self._erase()
+            for exact, some in groupby(job.exacts(codec.layout.tokens)[storing.planned :]):
+                count, nbytes = len(list(some)), codec.form(exact).nbytes
+                if self._primary is not None:
+                    self._primary.evict(nbytes, count)
+                taken, moved = self.tiers.take(nbytes, count)
+                demotions += moved
+                encodings += self._split(storing, codec, exact, taken)
+                end, storing.planned = storing.planned + count, storing.planned + len(taken)
+                if self._primary is not None and storing.planned < end:
+                    break
+                refused += range(storing.planned, end)
+                storing.planned = end
+            waits = encodings or self._encodings or self._writing or (self._primary and self._primary.pins)
+        if refused:
+            self._refuse_blocks(storing, refused, STORE_FULL)
+        if not waits:
+            self._refuse_rest(storing, STORE_FULL)
+
+    def _split(self, storing: CudaStoring, codec: PagedCodec, exact: int, taken: Sequence[Taken]) -> Iterator[Encoding]:
+        """Yield encodings of blocks for one tier, in parts that fit into the staging buffer unless `in_place`."""
+        start = storing.planned
+        for (tier, in_place), some in groupby(taken, attrgetter("tier", "in_place")):
+            places = [one.extents for one in some]
+            step = len(places) if in_place else self._stores.fits(codec.form(exact).nbytes)
+            for first in range(0, len(places), step):
+                part = places[first : first + step]
+                storing.uncopied += 1
+                yield Encoding(storing, start, codec, exact, tier, part, in_place)
+                start += len(part)
+
     def _refuse_rest(self, storing: CudaStoring, cause: str) -> None:
         rest, storing.planned = range(storing.planned, len(storing.job)), len(storing.job)
-        if not storing.uncopied:
-            self._gathered(storing.job)
-        self._stored(storing, {}, dict.fromkeys(rest, cause))
+        if rest:
+            self._refuse_blocks(storing, rest, cause)
+
+    def _refuse_blocks(self, storing: CudaStoring, blocks: Sequence[int], cause: str) -> None:
+        self._report_gathered(storing)
+        self._stored(storing, {}, dict.fromkeys(blocks, cause))
 
     def _give_up(self, cause: str) -> None:
         """Refuse all waiting stores, and the rest of a partly begun store."""
         waiting, self._waiting = self._waiting, deque()
         for storing in waiting:
             self._refuse_rest(storing, cause)
-
-    def _planned(self, storing: CudaStoring) -> tuple[list[Encoding], list[Demotion]]:
-        """Return encodings with room for a store's next blocks, and demotions to copy before the room is used.
-
-        Blocks without room are refused. With a secondary tier they wait while blocks under way may make room.
-        """
-        job, encodings, demotions = storing.job, list[Encoding](), list[Demotion]()
-        codec, refused, start = self._codecs.get(job.group, job.codec), list[int](), storing.planned
-        with self._lock:
-            self._erase()
-            for exact, some in groupby(job.exacts(codec.layout.tokens)[start:]):
-                count, nbytes = len(list(some)), codec.form(exact).nbytes
-                if self._primary is not None:
-                    self._primary.evict(nbytes, count)
-                taken, moved = self.tiers.take(nbytes, count)
-                encodings += self._split(storing, start, codec, exact, taken)
-                demotions += moved
-                if self._primary is not None and len(taken) < count:
-                    start += len(taken)
-                    break
-                refused += range(start + len(taken), start + count)
-                start += count
-            waits = encodings or self._encodings or self._writing or (self._primary and self._primary.pins)
-        storing.planned, storing.uncopied = start, storing.uncopied + len(encodings)
-        if start < len(job) and not waits:
-            self._refuse_rest(storing, STORE_FULL)
-        if refused:
-            if not encodings:
-                self._gathered(job)
-            self._stored(storing, {}, dict.fromkeys(refused, STORE_FULL))
-        return encodings, demotions
 
     def _make_room(self, demotions: Sequence[Demotion]) -> None:
         """Queue demotions, copies from GPU memory to RAM, on the stream of stores, which then waits for the erasure.
@@ -403,7 +354,7 @@ class CudaEngine(Engine):
             stream.wait_event(self._erased)
             with torch.cuda.stream(stream):
                 _, sources, targets, nbytes = zip(*demotions, strict=True)
-                _copy(device.buffer, sources, host.buffer, targets, nbytes)
+                copy(device.buffer, sources, host.buffer, targets, nbytes)
                 self._demoted = stream.record_event()
         with self._lock:
             stream.wait_event(self._erase())
@@ -423,147 +374,131 @@ class CudaEngine(Engine):
             with torch.cuda.stream(self._eraser):
                 self._eraser.query()  # sets this thread's CUDA context, which the driver's copies do not
                 zeros = [(Extent(0, ERASE_BYTES),) * -(-size // ERASE_BYTES) for _, size in freed]
-                _copy(self._zeros, zeros, tier.buffer, [(extent,) for extent in freed], [size for _, size in freed])
+                copy(self._zeros, zeros, tier.buffer, [(extent,) for extent in freed], [size for _, size in freed])
                 self._erased = self._eraser.record_event()
         return self._erased
 
-    def _split(
-        self, storing: CudaStoring, start: int, codec: PagedCodec, exact: int, taken: Sequence[Taken]
-    ) -> Iterator[Encoding]:
-        """Yield encodings of blocks for one tier, in parts that fit into the staging buffer unless `in_place`."""
-        nbytes = codec.form(exact).nbytes
-        for (tier, in_place), some in groupby(taken, attrgetter("tier", "in_place")):
-            places = [one.extents for one in some]
-            step = len(places) if in_place else len(self._stores.places(nbytes))
-            for first in range(0, len(places), step):
-                part = places[first : first + step]
-                yield Encoding(storing, start, codec, exact, tier, part, in_place, nbytes)
-                start += len(part)
-
     def _encode(self, encoding: Encoding) -> None:
-        storing, start, codec, exact, tier, places, in_place, nbytes = encoding
-        staging, job = self._stores, storing.job.part(start, start + len(places), codec.layout.tokens)
-        buffer, ours = (tier.buffer, places) if in_place else (staging.buffer, staging.places(nbytes)[: len(places)])
+        codec, places, staging, tokens = encoding.codec, encoding.places, self._stores, encoding.codec.layout.tokens
+        job = encoding.storing.job.part(encoding.start, encoding.start + len(places), tokens)
+        nbytes = codec.form(encoding.exact).nbytes
+        buffer, ours = encoding.tier.buffer, places
+        if not encoding.in_place:
+            buffer, ours = staging.buffer, [(Extent(n * nbytes, nbytes),) for n in range(len(places))]
         with torch.cuda.stream(staging.stream):
-            offsets, firsts = [place[0].start for place in ours], job.first_tokens(codec.layout.tokens)
-            told = job.block_hashes, job.block_ids.astype(np.int64), firsts, offsets
-            batch = codec.batch(exact, *told, marks=[job.mark] * len(job))
+            offsets, block_ids = [place[0].start for place in ours], job.block_ids.astype(np.int64)
+            told = job.block_hashes, block_ids, job.first_tokens(tokens), offsets
+            batch = codec.batch(encoding.exact, *told, marks=[job.mark] * len(job))
             codec.encode(batch, buffer)
-            copied = staging.stream.record_event()
-            if not in_place:  # all of the room, because a block's size is not known yet
-                _copy(buffer, ours, tier.buffer, places, [nbytes] * len(places))
-                buffer[
-                    : len(ours) * nbytes
-                ].zero_()  # the next block here may be shorter, and all of its room is copied
-            self._encodings.append(Begun(encoding, self._chunk(codec, batch, staging.stream), copied))
+            encoding.copied = staging.stream.record_event()
+            if not encoding.in_place:  # all of the room, because a block's size is not known yet
+                copy(buffer, ours, encoding.tier.buffer, places, [nbytes] * len(places))
+                buffer[: len(ours) * nbytes].zero_()  # the next block may be shorter, and all of its room is copied
+            encoding.chunk = self._chunk(codec, batch, staging.stream)
+        self._encodings.append(encoding)
 
     def _end_encodings(self) -> None:
         """Report stores that read the pool's blocks no longer, and keep blocks whose encoding has ended."""
-        for begun in self._encodings:
+        for encoding in self._encodings:
             with suppress(Exception):  # the loop below meets and handles the same error
-                if not begun.is_copied and begun.copied.query():
-                    begun.is_copied = True
-                    self._copied(begun.encoding.storing)
+                if not encoding.is_copied and encoding.copied.query():
+                    self._copied(encoding)
         while self._encodings:
-            begun = self._encodings[0]
-            chunk = begun.chunk
+            encoding = self._encodings[0]
             try:
-                if not chunk.done.query():
+                if not encoding.chunk.done.query():
                     return
-                statuses, sizes, ends = chunk.status.tolist(), chunk.nbytes.tolist(), chunk.ends.tolist()
             except Exception as error:
                 self._encodings.popleft()
-                self._fail(begun.encoding, error, begun.is_copied)
+                self._fail(encoding, error)
                 continue
             self._encodings.popleft()
-            if not begun.is_copied:
-                self._copied(begun.encoding.storing)
-            self._keep(begun.encoding, statuses, sizes, ends)
+            self._copied(encoding)
+            self._keep(encoding)
 
-    def _copied(self, storing: CudaStoring) -> None:
-        """Note that one more of a store's encodings reads the pool's blocks no longer."""
-        storing.uncopied -= 1
+    def _copied(self, encoding: Encoding) -> None:
+        """Note that an encoding reads the pool's blocks no longer, unless it is noted."""
+        if not encoding.is_copied:
+            encoding.is_copied = True
+            encoding.storing.uncopied -= 1
+            self._report_gathered(encoding.storing)
+
+    def _report_gathered(self, storing: CudaStoring) -> None:
+        """Report a store as gathered if all its blocks are copied or refused."""
         if not storing.uncopied and storing.planned == len(storing.job):
             self._gathered(storing.job)
 
-    def _keep(
-        self, encoding: Encoding, statuses: Sequence[int], sizes: Sequence[int], ends: Sequence[Sequence[int]]
-    ) -> None:
+    def _keep(self, encoding: Encoding) -> None:
         """Enter encoded blocks into their tier. With a secondary tier, have a thread write them there first."""
-        storing, tier, number = encoding.storing, encoding.tier, self._codecs.number(encoding.codec)
-        tokens, job, good = encoding.codec.layout.tokens, storing.job, dict[int, Stored]()
-        failed, made = dict[int, str](), zip(encoding.places, statuses, sizes, ends, strict=True)
+        storing, chunk = encoding.storing, encoding.chunk
+        number = self.codecs[storing.job.group].index(encoding.codec)
+        good, failed, tokens = dict[int, Stored](), dict[int, str](), encoding.codec.layout.tokens
+        made = zip(encoding.places, chunk.status.tolist(), chunk.nbytes.tolist(), chunk.ends.tolist(), strict=True)
         for at, (place, status, nbytes, parts) in enumerate(made, encoding.start):
             if status == GOOD:
-                first_token = job.first_token + at * tokens
+                first_token = storing.job.first_token + at * tokens
                 inner = tuple(end for end in parts if 0 < end < nbytes)
-                good[at] = Stored(place, nbytes, encoding.exact, first_token, job.mark, number, inner)
+                good[at] = Stored(place, nbytes, encoding.exact, first_token, storing.job.mark, number, inner)
             else:
                 failed[at] = "encode"
-        if storing.secondary is not None:
+        if storing.secondary is None:
+            sizes = {at: [*map(room, (*stored.inner, stored.nbytes))] for at, stored in good.items()}
+            self._enter(encoding, good, sizes, failed)
+        else:
             self._writing += 1
-            self._writers.submit(self._write, encoding, good, failed)
-            return
-        with self._lock:
-            self.tiers.put(tier, {(job.group, job.block_hashes[at]): stored for at, stored in good.items()})
-            for at in failed:
-                tier.free(encoding.places[at - encoding.start])
-        self._stored(storing, {at: [*map(room, (*stored.inner, stored.nbytes))] for at, stored in good.items()}, failed)
+            self._writers.submit(self._write, encoding, storing.secondary, good, failed)
 
-    def _write(self, encoding: Encoding, good: Mapping[int, Stored], failed: dict[int, str]) -> None:
+    def _write(self, encoding: Encoding, secondary: Tier, good: Mapping[int, Stored], failed: dict[int, str]) -> None:
         """Copy encoded blocks to the secondary tier, on the secondary tier's thread."""
-        job, secondary, sizes = encoding.storing.job, encoding.storing.secondary, dict[int, list[int]]()
-        try:
-            assert secondary is not None
-            bufs = {job.block_hashes[at]: encoding.tier.read(stored) for at, stored in good.items()}
-            causes = secondary.put_all(job.group, bufs, job.tenant)
-            failed |= {at: causes[job.block_hashes[at]] for at in good if job.block_hashes[at] in causes}
-            sizes = {at: secondary.rooms(bufs[job.block_hashes[at]]) for at in good if at not in failed}
-        except Exception as error:
-            failed |= dict.fromkeys(good, cause_of(error))
+        bufs = {at: encoding.tier.read(stored) for at, stored in good.items()}
+        sizes, causes = self._put(secondary, encoding.storing.job, bufs)
+        self._written.append(partial(self._enter, encoding, good, sizes, failed | causes))
+
+    def _enter(
+        self,
+        encoding: Encoding,
+        good: Mapping[int, Stored],
+        sizes: Mapping[int, Sequence[int]],
+        failed: Mapping[int, str],
+    ) -> None:
+        """Enter good blocks into their tier, free the room of the others, and note the outcome.
+
+        good: by index in the job. sizes, failed: see `_stored`.
+        """
+        storing, tier, job = encoding.storing, encoding.tier, encoding.storing.job
         with self._lock:
-            self._written.append((encoding, good, sizes, failed))
+            kept = {} if storing.age != self._age else {at: good[at] for at in good if at not in failed}
+            self.tiers.put(tier, {(job.group, job.block_hashes[at]): stored for at, stored in kept.items()})
+            for at, place in enumerate(encoding.places, encoding.start):
+                if at not in kept:
+                    tier.free(place)
+            self._lock.notify_all()
+        self._stored(storing, sizes, failed)
 
-    def _end_writes(self) -> None:
-        """Enter blocks written to the secondary tier into the primary tier, and answer their stores."""
-        while self._written:
-            encoding, good, sizes, failed = self._written.popleft()
-            self._writing -= 1
-            storing, tier = encoding.storing, encoding.tier
-            with self._lock:
-                kept = {} if storing.age != self._age else {at: good[at] for at in good if at not in failed}
-                job = storing.job
-                self.tiers.put(tier, {(job.group, job.block_hashes[at]): stored for at, stored in kept.items()})
-                for at, place in enumerate(encoding.places, encoding.start):
-                    if at not in kept:
-                        tier.free(place)
-                self._lock.notify_all()
-            self._stored(storing, sizes, failed)
-
-    def _fail(self, encoding: Encoding, error: Exception, is_copied: bool = False) -> None:
+    def _fail(self, encoding: Encoding, error: Exception) -> None:
         with self._lock:
             for place in encoding.places:
                 encoding.tier.free(place)
-        if not is_copied:
-            self._copied(encoding.storing)
+        self._copied(encoding)
         blocks = range(encoding.start, encoding.start + len(encoding.places))
         self._stored(encoding.storing, {}, dict.fromkeys(blocks, cause_of(error)))
 
     # -- load -----------------------------------------------------------------------------------------
 
     def _load(self, job: Transfer) -> None:
-        reading, near = Reading(job, job.group, len(job), is_read=True), list[bool]()
-        if self._primary is not None:
-            reading, near = self._primary.begin(job)
-        loading = CudaLoading(job, reading, self._earlier)
+        loading, near = CudaLoading(job=job, group=job.group, earlier=self._earlier), list[bool]()
+        if self._primary is None:
+            loading.there, loading.is_read = len(job), True
+        else:
+            near = self._primary.begin(loading)
         self._loadings.append(loading)  # from here on `take_ended` answers the load
-        if reading.is_read:
+        if loading.is_read:
             self._begin_more(loading)
         elif self._primary is not None:
-            self._readers[job.request_id is None].submit(self._primary.read, reading, near, self.store)
+            self._readers[job.request_id is None].submit(self._primary.read, loading, near, self.store)
 
     def _begin_more(self, loading: CudaLoading) -> None:
-        start, end = loading.begun, loading.reading.there
+        start, end = loading.begun, loading.there
         if start == end or loading.broken or loading.lost:
             return
         try:
@@ -577,10 +512,10 @@ class CudaEngine(Engine):
         Chunks of a request's load use two streams by turns, chunks of a prefetch the stream of prefetches. Blocks read
         in place are all checked before any is decoded, so that vLLM is told sooner.
         """
-        later, job = list[Decoding](), loading.job
+        later, job = list[partial[None]](), loading.job
         stagings = [self._prefetches] if job.request_id is None else self._restores
         block_ids = job.block_ids.astype(np.int64)
-        for codec, run in self._runs(loading.reading, start, end, stagings[0]):
+        for codec, run in self._runs(loading, start, end, stagings[0]):
             staging, exact, sizes = stagings[len(loading.chunks) % len(stagings)], run.exact, run.nbytes
             some = slice(loading.begun, loading.begun + len(sizes))
             buffer = run.tier.buffer if run.in_place else staging.buffer
@@ -590,66 +525,62 @@ class CudaEngine(Engine):
                 offsets = run.starts
                 if not run.in_place:
                     offsets = codec.form(exact).nbytes * np.arange(len(sizes))
-                    _copy_run(run, buffer, offsets)
+                    copy_run(run, buffer, offsets)
                 told = job.block_hashes[some], block_ids[some], run.first_tokens
                 batch = codec.batch(exact, *told, offsets, sizes, run.marks)
                 codec.verify(batch, buffer)
                 chunk = self._chunk(codec, batch, staging.stream, torch.from_numpy(sizes))
             loading.chunks.append(chunk)
             loading.begun = chunk.end = some.stop
-            decoding = Decoding(codec, staging.stream, chunk, batch, buffer)
+            decode = partial(self._decode, codec, staging.stream, chunk, batch, buffer, loading.earlier)
             if run.in_place:
-                later.append(decoding)
+                later.append(decode)
             else:  # the next chunk but one needs the same staging buffer
-                self._decode(decoding, loading.earlier)
-        for one in later:
-            self._decode(one, loading.earlier)
+                decode()
+        for decode in later:
+            decode()
         if loading.begun < end:
             self._lose(loading, MISSING)
 
     def _lose(self, loading: CudaLoading, cause: str) -> None:
         """Load no more of a load's blocks."""
         with self._lock:
-            loading.reading.failed.setdefault(loading.begun, cause)
+            loading.failed.setdefault(loading.begun, cause)
         loading.lost = True
         self._stop([loading])
 
-    def _runs(self, reading: Reading, start: int, end: int, staging: Staging) -> Iterator[tuple[PagedCodec, Run]]:
+    def _runs(self, loading: CudaLoading, start: int, end: int, staging: Staging) -> Iterator[tuple[PagedCodec, Run]]:
         """Yield a load's blocks up to the first absent block, in runs of one codec, one tier and one exact count."""
-        job = reading.job
+        job = loading.job
         while start < end:
             with self._lock:
-                run = self.tiers.find(reading.group, job.block_hashes[start : min(end, start + LOAD_CHUNK)])
+                run = self.tiers.find(loading.group, job.block_hashes[start : min(end, start + LOAD_CHUNK)])
             if run is None:
                 return
-            codec, count = self._codecs.numbered(job.group, run.codec), len(run.starts)
-            step = count if run.in_place else len(staging.places(codec.form(run.exact).nbytes))
+            codec, count = self.codecs[job.group][run.codec], len(run.starts)
+            step = count if run.in_place else staging.fits(codec.form(run.exact).nbytes)
             for first in range(0, count, step):
                 yield codec, run.part(first, first + step)
             start += count
 
-    def _decode(self, decoding: Decoding, earlier: torch.cuda.Event) -> None:
+    def _decode(
+        self,
+        codec: PagedCodec,
+        stream: torch.cuda.Stream,
+        chunk: Chunk,
+        batch: Batch,
+        buffer: torch.Tensor,
+        earlier: torch.cuda.Event,
+    ) -> None:
         """Decode a chunk's good blocks after event `earlier`."""
-        codec, stream, chunk, batch, buffer = decoding
         stream.wait_event(earlier)
         with torch.cuda.stream(stream):
             codec.decode(batch, buffer)
             chunk.done = stream.record_event()
 
-    def _pause(self) -> None:
-        """Wait a moment for the checks of blocks in GPU memory if the step has no compute.
-
-        Otherwise vLLM would sleep longer before the next poll.
-        """
-        if self._may_pause and self._loadings and self.tiers.first is self.tiers.device:
-            until = time.monotonic() + PAUSE_S
-            while not self._is_reached(self._loadings[-1], "checked") and time.monotonic() < until:
-                time.sleep(PAUSE_S / 20)
-
     def _is_reached(self, loading: CudaLoading, event: Literal["checked", "done"]) -> bool:
         """True if all chunks of a load have begun and reached `event`."""
-        reading = loading.reading
-        if not reading.is_read or not (loading.broken or loading.lost or loading.begun == reading.there):
+        if not loading.is_read or not (loading.broken or loading.lost or loading.begun == loading.there):
             return False
         try:
             return loading.broken or all(getattr(chunk, event).query() for chunk in loading.chunks)
@@ -665,7 +596,7 @@ class CudaEngine(Engine):
                 if not chunk.done.query():
                     return
                 loading.decoded += 1
-                self._primary.unpin(loading.reading, chunk.end)
+                self._primary.unpin(loading, chunk.end)
         except Exception as error:
             self._break(loading, error)
 
@@ -677,34 +608,21 @@ class CudaEngine(Engine):
             for staging in self._stagings:  # queued work must write to the pool's blocks before their next owners do
                 torch.cuda.current_stream(self._device).wait_stream(staging.stream)
 
-    def _answer_load(self, loading: CudaLoading) -> None:
-        """Tell vLLM of a load whose blocks are checked. Later compute of the model waits for the decoding."""
-        try:
-            for chunk in loading.chunks:
-                torch.cuda.current_stream(self._device).wait_event(chunk.done)
-        except Exception as error:
-            self._break(loading, error)
-        loading.answered = True
-        self._loaded(loading.job, self._good(loading))
-
-    def _good(self, loading: CudaLoading) -> int:
-        """Number of good blocks before the first bad block."""
-        statuses = [status for chunk in loading.chunks for status in chunk.status.tolist()]
-        bad = next((at for at, status in enumerate(statuses) if status != GOOD), len(statuses))
-        return 0 if loading.broken else bad
+    def _outcome(self, loading: CudaLoading) -> tuple[int, str]:
+        """Return the number of good blocks before the first bad block, and the cause of a bad block there."""
+        statuses = [] if loading.broken else [status for chunk in loading.chunks for status in chunk.status.tolist()]
+        good = next((at for at, status in enumerate(statuses) if status != GOOD), len(statuses))
+        return good, (status_cause(statuses[good]) if good < len(statuses) else None) or "internal"
 
     def _end_load(self, loading: CudaLoading) -> None:
-        job, good = loading.job, self._good(loading)
-        failed = {} if loading.broken else dict(loading.reading.failed)
-        if good < len(job):
-            statuses = [status for chunk in loading.chunks for status in chunk.status.tolist()]
-            is_unknown = loading.broken or good >= len(statuses)
-            failed.setdefault(good, "internal" if is_unknown else status_cause(statuses[good]) or "internal")
+        good, cause = self._outcome(loading)
+        failed = {} if loading.broken else dict(loading.failed)
+        if good < len(loading.job):
+            failed.setdefault(good, cause)
         sizes = [nbytes for chunk in loading.chunks for nbytes in chunk.nbytes.tolist()][:good]
         if self._primary is not None:
-            self._primary.unpin(loading.reading, loading.reading.there)
-        nbytes = np.array([*sizes, *[0] * (len(job) - len(sizes))], np.int64)
-        self._answer(TransferResult(job.job_id, nbytes, failed, time.monotonic() - loading.began))
+            self._primary.unpin(loading, loading.there)
+        self._answer_load(loading.job, sizes, failed, loading.began)
 
     # -- the rest -------------------------------------------------------------------------------------
 
@@ -728,27 +646,20 @@ class CudaEngine(Engine):
         here = torch.empty(there.shape, dtype=there.dtype, pin_memory=self._device.type == "cuda")
         return here.copy_(there, non_blocking=True)
 
-    def _warm_up(self, forms: Sequence[int]) -> dict[str, float]:
-        """Return the seconds to decode a token, by codec of the main group. forms: counts of exact first tokens.
+    def add(self, group: int, codec: PagedCodec, stagings: Sequence[Staging] = ()) -> None:
+        """Decode blocks of a codec, too, and encode in transfers that name the codec. Any thread may call `add`.
 
-        Before, encode and decode block 0, vLLM's null block, in each codec and form on each stream. The first jobs then
-        find kernels, tables and pinned memory ready.
+        Before, encode and decode block 0, vLLM's null block, in each of `forms`, so that the first jobs find kernels,
+        tables and pinned memory ready. stagings: buffers and streams for that; a new one if empty.
         """
-        by_group = list(self._codecs.by_group.values())
-        for codec in chain.from_iterable(by_group):
-            exacts = (0,) if codec.format.shape.is_raw else {min(each, codec.layout.tokens) for each in forms}
-            for staging, exact in product(self._stagings, exacts):
-                self._try(codec, staging, exact)
-        return {codec.format.codec: self._try(codec, self._prefetches, 0, 64, TIMED_DECODES) for codec in by_group[0]}
-
-    def add(self, group: int, codec: PagedCodec) -> None:
-        """Decode blocks of a codec, too, and encode in transfers that name the codec. Any thread may call `add`."""
-        staging = Staging(max(STAGING_BYTES, codec.form(codec.layout.tokens).nbytes), self._device)
-        for exact in self._forms:
-            self._try(codec, staging, min(exact, codec.layout.tokens))
-        assert self.decode_s is not None
-        self.decode_s[codec.format.codec] = self._try(codec, staging, 0, 64, TIMED_DECODES)
-        self._codecs.add(group, codec)
+        tokens = codec.layout.tokens
+        stagings = stagings or [Staging(max(STAGING_BYTES, codec.form(tokens).nbytes), self._device)]
+        exacts = {0} if codec.format.shape.is_raw else {min(each, tokens) for each in self._forms}
+        for staging, exact in product(stagings, exacts):
+            self._try(codec, staging, exact)
+        if group == self._main:
+            self.decode_s[codec.format.codec] = self._try(codec, stagings[-1], 0, 64, TIMED_DECODES)
+        self.codecs[group].append(codec)
 
     def _try(self, codec: PagedCodec, staging: Staging, exact: int, most: int = 1, times: int = 1) -> float:
         """Encode as many copies of block 0 as fit, at most `most`, and decode them `times` times.
@@ -756,8 +667,9 @@ class CudaEngine(Engine):
         Return the least seconds to decode a token: the model may use the GPU, too.
         """
         with torch.cuda.stream(staging.stream):
-            places = staging.places(codec.form(exact).nbytes)[:most]
-            none, offsets = [0] * len(places), [place[0].start for place in places]
+            nbytes = codec.form(exact).nbytes
+            none = [0] * min(most, staging.fits(nbytes))
+            offsets = [n * nbytes for n in range(len(none))]
             made = codec.batch(exact, [b""] * len(none), none, none, offsets)
             codec.encode(made, staging.buffer)
             chunk = self._chunk(codec, made, staging.stream)
@@ -774,19 +686,3 @@ class CudaEngine(Engine):
                 staging.stream.synchronize()
                 least = min(least, time.perf_counter() - began)
         return least / (len(none) * codec.layout.tokens)
-
-
-def _copy_run(run: Run, target: torch.Tensor, offsets: Numbers) -> None:
-    """Copy stored blocks, each to an offset of `offsets` in buffer `target`, on the current stream."""
-    if run.pieces:
-        tos = [(Extent(start, len(target)),) for start in offsets.tolist()]
-        _copy(run.tier.buffer, run.extents, target, tos, run.nbytes.tolist())
-        return
-    froms, tos_there = run.starts + run.tier.buffer.data_ptr(), offsets + target.data_ptr()
-    compat.copy_blocks(*map(torch.from_numpy, (froms, tos_there, np.ascontiguousarray(run.nbytes))))
-
-
-def _copy(source: torch.Tensor, froms: Places, target: torch.Tensor, tos: Places, nbytes: Sequence[int]) -> None:
-    """Copy encoded blocks between buffers, by the copy engines, on the current stream."""
-    starts, ends, sizes = pieces(froms, tos, nbytes)
-    compat.copy_blocks(starts + source.data_ptr(), ends + target.data_ptr(), sizes)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import torch
 from vllm.logger import init_logger
@@ -20,31 +20,25 @@ from manthan.codec.rope import Rope
 from manthan.manager.events import FIRST_BLOCKS, Verdict
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.messages import ManthanMetadata
-from manthan.vllm_hooks.worker.blocks import Arrays, PagedMemory
-from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus
+from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus, model_event
+from manthan.vllm_hooks.worker.engine_cpu import Arrays, PagedMemory
 
 logger = init_logger("vllm.manthan.worker")
 
 BATCH, BATCHES = 16, FIRST_BLOCKS // 16
 """Number of blocks measured together, and number of such measurements for the first `Verdict`. Each later measurement
 gives a verdict on the last 2 * BATCHES measurements at most."""
-COMPILE_S = 300.0
-"""Most seconds that the server waits for the compilation of kernels before it reports that it is ready."""
-A_STEP = 4
-"""Most blocks measured from one step before the first verdict, so that several sessions contribute."""
-EVERY = 1000
-"""After the first verdict, at most one in EVERY stored blocks is measured."""
-LEAST_PROMPT = 128
-"""Least tokens of a step whose time counts as the computation of a prompt."""
-TIMED_STEPS = 32
+COMPILE_S = 300.0  # most seconds that the server waits for the compilation of kernels before it is ready
+A_STEP = 4  # most blocks measured from one step before the first verdict, so that several sessions contribute
+EVERY = 1000  # after the first verdict, at most one in EVERY stored blocks is measured
+LEAST_PROMPT, TIMED_STEPS = 128, 32  # least tokens of a step that is timed, and number of such steps
 
 
 class RankGuard:
     """Measures codecs on a rank, on blocks of the main KV cache group, whose block hashes make up sessions.
 
     formats: of the configured codec, then of finer codecs, the finest last. rope: RoPE of the keys; None if unknown.
-    device: of the cache. decode_s: by codec, seconds in which the GPU's kernels decode a token; None if the CPU
-    decodes.
+    device: of the cache. decode_s: see `Engine`.
     """
 
     def __init__(
@@ -54,7 +48,7 @@ class RankGuard:
         rope: Rope | None,
         device: torch.device,
         rank: int = 0,
-        decode_s: Mapping[str, float] | None = None,
+        decode_s: Mapping[str, float] = {},
     ) -> None:
         self._memory, self._formats, self._rope, self._device = memory, formats, rope, device
         self._rank, self._decode_s = rank, decode_s
@@ -62,9 +56,8 @@ class RankGuard:
         self._verdicts: list[Verdict] = []
         self._found: deque[list[Fidelity]] = deque(maxlen=2 * BATCHES)
         self._samples: list[tuple[Callable[[], Arrays], Transfer]] = []
-        self._seen = self._age = 0
+        self._seen = self._age = self._told = 0
         self._is_busy = self._was_judged = False
-        self._told = 0
         self._threads = JobThreads(1, "manthan-guard", allowed_cpus() if device.type == "cpu" else ())
         self._warm_up: threading.Thread | None = None
         self._prompts = Prompts(device)
@@ -72,8 +65,8 @@ class RankGuard:
     def warm_up(self) -> None:
         """Begin to compile the guard's kernels, which run on the CPU. If the cache is in RAM, the engine did so."""
         if self._device.type != "cpu":
-            target = partial(self._compile, self._formats)
-            self._warm_up = threading.Thread(target=target, name="manthan-warm-up", daemon=True)
+            args = (self._formats,)
+            self._warm_up = threading.Thread(target=self._compile, args=args, name="manthan-warm-up", daemon=True)
             self._warm_up.start()
 
     def wait(self) -> None:
@@ -113,8 +106,7 @@ class RankGuard:
             self._samples.append((self._memory.gather_soon(int(job.block_ids[at])), job.part(at, at + 1, tokens)))
         if len(self._samples) == BATCH:
             samples, self._samples, self._is_busy = self._samples, [], True
-            copied = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device).record_event()
-            self._threads.submit(self._measure, samples, copied, self._age)
+            self._threads.submit(self._measure, samples, model_event(self._device), self._age)
 
     def take(self) -> list[Verdict]:
         with self._lock:
@@ -148,10 +140,7 @@ class RankGuard:
         self._threads.shutdown()
 
     def _measure(
-        self,
-        samples: Sequence[tuple[Callable[[], Arrays], Transfer]],
-        copied: torch.cuda.Event | None,
-        age: int,
+        self, samples: Sequence[tuple[Callable[[], Arrays], Transfer]], copied: torch.cuda.Event | None, age: int
     ) -> None:
         tokens = self._formats[0].shape.tokens
         found: list[Fidelity] | None = None
@@ -179,7 +168,7 @@ class RankGuard:
             if len(self._found) >= BATCHES:
                 self._was_judged = True
                 middle = [Fidelity.median(of_codec) for of_codec in zip(*self._found, strict=True)]
-                if self._decode_s is not None:
+                if self._decode_s:
                     middle = [replace(each, decode_s=self._decode_s.get(each.codec, 0.0)) for each in middle]
                 self._verdicts.append(Verdict(self._rank, middle, self._prompts.seconds))
 
@@ -189,33 +178,29 @@ class Prompts:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cpu = device.type == "cpu"
-        self._left, self._tokens, self._began, self.seconds = TIMED_STEPS, 0, 0.0, 0.0
-        self._start: torch.cuda.Event | None = None
-        self._pairs: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._left, self._tokens, self.seconds = TIMED_STEPS, 0, 0.0
+        self._start: Any = None
+        self._steps: list[tuple[int, Any, Any]] = []  # number of tokens, start and end of each step, as `_now` returns
 
     def begin(self, tokens: int) -> None:
         self._tokens = tokens if self._left and tokens >= LEAST_PROMPT else 0
-        if not self._tokens:
-            return
-        self._began = time.perf_counter()
-        if not self._is_cpu:
-            self._start = torch.cuda.Event(enable_timing=True)
-            self._start.record()
+        if self._tokens:
+            self._start = self._now()
 
     def end(self) -> None:
         if self._tokens:
             self._left -= 1
-            if self._start is None:
-                self._took(time.perf_counter() - self._began, self._tokens)
-            else:
-                end = torch.cuda.Event(enable_timing=True)
-                end.record()
-                self._pairs.append((self._tokens, self._start, end))
+            self._steps.append((self._tokens, self._start, self._now()))
             self._tokens = 0
-        while self._pairs and self._pairs[0][2].query():
-            tokens, start, end = self._pairs.pop(0)
-            self._took(start.elapsed_time(end) / 1e3, tokens)
+        while self._steps and (self._is_cpu or self._steps[0][2].query()):
+            tokens, start, end = self._steps.pop(0)
+            each = (end - start if self._is_cpu else start.elapsed_time(end) / 1e3) / tokens
+            self.seconds = min(self.seconds or each, each)
 
-    def _took(self, seconds: float, tokens: int) -> None:
-        each = seconds / tokens
-        self.seconds = min(self.seconds, each) if self.seconds else each
+    def _now(self) -> Any:
+        """Return the time in seconds; for a GPU an event on the current stream."""
+        if self._is_cpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

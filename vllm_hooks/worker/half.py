@@ -1,8 +1,4 @@
-"""Worker half of the connector: makes a rank's parts once vLLM has allocated the KV cache.
-
-Tiers hold compressed blocks. The engine moves blocks between the cache and the tiers. The guard measures the loss of
-codecs. The calibrator makes a profile: transforms and tables of a codec for one model.
-"""
+"""Worker half of the connector: makes a rank's engine, guard and calibrator once vLLM has allocated the KV cache."""
 
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -11,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -42,11 +39,10 @@ from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import CONNECTOR, is_on_gpu, settings
-from manthan.vllm_hooks.worker.blocks import CpuBlocks, PagedMemory
 from manthan.vllm_hooks.worker.calibrator import Calibrator
 from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS, PRIMARY_BYTES, TierBytes, room_in
 from manthan.vllm_hooks.worker.engine import Engine, allowed_cpus
-from manthan.vllm_hooks.worker.engine_cpu import CpuEngine
+from manthan.vllm_hooks.worker.engine_cpu import CpuBlocks, CpuEngine, PagedMemory
 from manthan.vllm_hooks.worker.guard import RankGuard
 from manthan.vllm_hooks.worker.layout import Layer, paged_layout, placed_layers, probe_layers, rows_of
 from manthan.vllm_hooks.worker.rope import running_rope
@@ -57,21 +53,13 @@ logger = init_logger("vllm.manthan.worker")
 
 @dataclass(frozen=True)
 class GroupCache:
-    """Cache of a KV cache group on this rank.
+    """Cache of a KV cache group on this rank."""
 
-    Args:
-        layers: memory of the layers that the codec encodes; of all layers if the group is stored as bytes.
-        forms: formats of the compressed blocks: of the group's codec, then of the finer codecs that the guard may use.
-        exacts: possible counts of exact (losslessly stored) tokens at the begin of a block.
-        opaque: memory stored as bytes in the same compressed blocks: of further layers, or of latents' scales.
-        rope: RoPE of the keys; None if unknown, or if the codecs must not use RoPE, as for latents.
-    """
-
-    layers: list[Layer]
-    forms: Sequence[BlockFormat]
-    exacts: Sequence[int]
-    opaque: Sequence[Layer] = ()
-    rope: Rope | None = None
+    layers: list[Layer]  # memory of the layers that the codec encodes; of all layers if the group is stored as bytes
+    forms: Sequence[BlockFormat]  # of the group's codec, then of the finer codecs that the guard may use
+    exacts: Sequence[int]  # possible counts of exact (losslessly stored) tokens at the begin of a block
+    opaque: Sequence[Layer] = ()  # stored as bytes in the same compressed blocks: further layers, or latents' scales
+    rope: Rope | None = None  # of the keys; None if unknown, or if the codecs must not use RoPE, as for latents
 
     @property
     def shape(self) -> BlockShape:
@@ -97,11 +85,6 @@ class GroupCache:
         if self.shape.is_raw:
             return RawLayout(tuple(layer.rows for layer in self.layers), self.shape)
         return paged_layout(self.layers, self.shape, self.opaque)
-
-    def paged_codecs(self, forms: Sequence[BlockFormat]) -> list[PagedCodec]:
-        """Return a GPU's codecs for the cache, one for each format. Raises UnsupportedError."""
-        layout = self.layout
-        return [paged_codec(layout, form) for form in forms]
 
 
 def running_half() -> "WorkerHalf":
@@ -132,8 +115,7 @@ class WorkerHalf:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._know_groups()
         self.engine = Engine()
-        self.guard: RankGuard | None = None
-        """Measures codecs; None if `codec.guard` is off."""
+        self.guard: RankGuard | None = None  # if `codec.guard` is on
         self.calibrator: Calibrator | None = None
         self._candidate: Candidate | None = None
         self._made: Path | None = None  # a profile made from traffic, until the guard's choice gives it another name
@@ -195,7 +177,7 @@ class WorkerHalf:
         group, kept = self.groups.main, Path(settings(self._vllm_config)[CALIBRATES])
         self._made = path = kept.with_suffix(f".{os.getpid()}")
         for old in kept.parent.glob(f"{kept.stem}.*"):  # of servers that were killed before their guard had decided
-            if old.suffix[1:].isdecimal() and not _is_running(int(old.suffix[1:])):
+            if old.suffix[1:].isdecimal() and not psutil.pid_exists(int(old.suffix[1:])):
                 old.unlink(missing_ok=True)
         profile.save(path)
         form = self._format(CALIBRATED, group, ModelFacts(cache.rope, profile), namespace)
@@ -205,22 +187,19 @@ class WorkerHalf:
         if isinstance(self.engine, CpuEngine):
             self.engine.blocks[group.index].add(form)
         else:
-            self._add_on_gpu(form, profile, cache)
+            from manthan.codec.gpu.klt_codec import device_nbytes
+            from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
+
+            assert isinstance(self.engine, CudaEngine)
+            free, needed = torch.cuda.mem_get_info()[0], device_nbytes(profile)
+            if free < needed:
+                raise UnsupportedError(
+                    f"a profile takes {human_bytes(needed)} of the GPU's memory, and {human_bytes(free)} are free: "
+                    "lower --gpu-memory-utilization."
+                )
+            self.engine.add(group.index, paged_codec(cache.layout, form))
         self._candidate = Candidate(path, shape)
         self.guard.offer(form)
-
-    def _add_on_gpu(self, form: BlockFormat, profile: Profile, cache: GroupCache) -> None:
-        from manthan.codec.gpu.klt_codec import device_nbytes
-        from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
-
-        assert isinstance(self.engine, CudaEngine)
-        free, needed = torch.cuda.mem_get_info()[0], device_nbytes(profile)
-        if free < needed:
-            raise UnsupportedError(
-                f"a profile takes {human_bytes(needed)} of the GPU's memory, and {human_bytes(free)} are free: lower "
-                "--gpu-memory-utilization."
-            )
-        self.engine.add(self.groups.main.index, *cache.paged_codecs([form]))
 
     def take_candidate(self) -> Candidate | None:
         """Return the profile made since the last call, or None."""
@@ -235,9 +214,8 @@ class WorkerHalf:
         """
         if not self._counted:
             return metadata
-        stores, loads = (
-            [self._counted[job.group].of_a_rank(job) for job in jobs] for jobs in (metadata.stores, metadata.loads)
-        )
+        both = metadata.stores, metadata.loads
+        stores, loads = ([self._counted[job.group].of_a_rank(job) for job in jobs] for jobs in both)
         return replace(metadata, stores=stores, loads=loads)
 
     def _layers(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
@@ -324,7 +302,7 @@ class WorkerHalf:
             if store is not None:
                 tier_bytes = TierBytes(0, max(front, PRIMARY_BYTES))
             last = None if codec.guard or store is not None else 1  # `store` may have finer blocks
-            codecs = {index: each.paged_codecs(each.forms[:last]) for index, each in groups.items()}
+            codecs = {n: [paged_codec(each.layout, form) for form in each.forms[:last]] for n, each in groups.items()}
             on_device = Slab.on_device(tier_bytes.device, device) if tier_bytes.device else None
             on_host = Slab.pinned(tier_bytes.host, device) if tier_bytes.host else None
             exacts = next(iter(groups.values())).exacts
@@ -342,16 +320,6 @@ class WorkerHalf:
         return CpuEngine(blocks, store, threads, device, fails_whole, keeps)
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
 def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCodec:
     """Return a GPU's codec for a format. Raises UnsupportedError for a codec without usable kernels."""
     from manthan.codec.gpu.k3v3_codec import K3v3PagedCodec
@@ -365,14 +333,14 @@ def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCode
         KltPreset: KltPagedCodec,
         K3v3Preset: K3v3PagedCodec,
     }
+    known = [name for name, preset in PRESETS.items() if type(preset) in made and name != "klt-exact"]
+    if isinstance(layout, PagedLayout) and form.codec not in known:
+        raise UnsupportedError(
+            f"codec {form.codec} has no GPU version: use {', '.join(known)}, or codec.backend numpy."
+        )
     try:
         if isinstance(layout, RawLayout):
             return RawPagedCodec(layout, form)
-        known = [name for name, preset in PRESETS.items() if type(preset) in made and name != "klt-exact"]
-        if form.codec not in known:
-            raise UnsupportedError(
-                f"codec {form.codec} has no GPU version: use {', '.join(known)}, or codec.backend numpy."
-            )
         return made[type(PRESETS[form.codec])](layout, form)
     except CompileError as error:
         raise UnsupportedError(

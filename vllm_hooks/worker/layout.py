@@ -49,11 +49,11 @@ def probe_layers(
     caches, modules: by name of the layer, the paged cache [blocks, ...] and vLLM's attention module. shape: of a block;
     the number of layers is ignored. Raises UnsupportedError for a layout that the probe cannot find.
     """
-    distinct = {cache.data_ptr(): name for name, cache in reversed(list(caches.items()))}
-    names = [name for name in caches if name in distinct.values()]
-    layers = []
-    for name in names:
-        cache = caches[name]
+    distinct, layers = set[int](), list[Layer]()
+    for name, cache in caches.items():
+        if cache.data_ptr() in distinct:
+            continue
+        distinct.add(cache.data_ptr())
         numel, dense = cache[0].numel(), 1
         for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
             dense = dense * size if stride == dense else 0
@@ -125,30 +125,24 @@ def paged_layout(layers: Sequence[Layer], shape: BlockShape, opaque: Sequence[La
             "layers alike; choose another with --attention-backend, such as FLASH_ATTN."
         )
 
-    def laid_out(numbers: tuple[int, int, int, int], run: _Strides, value_at: int | None) -> PagedLayout:
-        _, heads, tokens, head_dim = numbers
-        caches, stride = tuple(layer.rows for layer in layers), first.rows.stride(0)
-        fp8 = shape.dtype if shape.dtype.is_fp8 else None
-        strides = (stride, run.head_stride, run.token_stride)
-        return PagedLayout(caches, heads, tokens, head_dim, *strides, run.at, value_at, fp8)
+    def laid_out(numbers: tuple[int, int, int, int], run: tuple[int, int, int], value_at: int | None) -> PagedLayout:
+        (_, heads, tokens, head_dim), (at, head_stride, token_stride) = numbers, run
+        caches, fp8 = tuple(layer.rows for layer in layers), shape.dtype if shape.dtype.is_fp8 else None
+        strides = (first.rows.stride(0), head_stride, token_stride)
+        return PagedLayout(caches, heads, tokens, head_dim, *strides, at, value_at, fp8)
 
     others = RawLayout(tuple(layer.rows for layer in opaque), shape.opaque) if shape.opaque else None
     if not shape.latent:
-        return replace(laid_out(shape.numbers, keys, values.at), opaque=others)
+        return replace(laid_out(shape.numbers, keys, values[0]), opaque=others)
     latents = laid_out(shape.value_numbers, values, None)
     return replace(laid_out(shape.numbers, keys, None), latents=latents, opaque=others, scales=shape.scales)
 
 
-class _Strides(NamedTuple):
-    """Positions of vectors in a block, in elements. at: of the first. The strides lead to the next head and token."""
+def _run(positions: Index, numbers: tuple[int, int, int, int]) -> tuple[int, int, int] | None:
+    """Return the position of a layer's first vector, and the strides to the next head and token; None if irregular.
 
-    at: int
-    head_stride: int
-    token_stride: int
-
-
-def _run(positions: Index, numbers: tuple[int, int, int, int]) -> _Strides | None:
-    """Return the strides of a layer's positions; None if irregular. numbers: see `BlockShape.numbers`."""
+    All are in elements. numbers: see `BlockShape.numbers`.
+    """
     _, heads, tokens, head_dim = numbers
     found = positions.reshape(heads, tokens, head_dim)
     at = int(found[0, 0, 0])
@@ -156,7 +150,7 @@ def _run(positions: Index, numbers: tuple[int, int, int, int]) -> _Strides | Non
     token_stride = int(found[0, -1, 0] - at) // max(1, tokens - 1)
     head, token, element = np.ogrid[:heads, :tokens, :head_dim]
     steps = head * head_stride + token * token_stride + element
-    return _Strides(at, head_stride, token_stride) if np.array_equal(found, at + steps) else None
+    return (at, head_stride, token_stride) if np.array_equal(found, at + steps) else None
 
 
 def _probe(rows: torch.Tensor, cache: torch.Tensor, module: Any, shape: BlockShape) -> tuple[Index, Index]:

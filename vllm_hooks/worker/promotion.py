@@ -2,11 +2,17 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
+from manthan.codec import wire
+from manthan.codec.block import exact_of
+from manthan.codec.errors import SizeError, WireError
+from manthan.codec.gpu.paged import PagedCodec
+from manthan.codec.registry import needs_profile
 from manthan.manager.tiers.arena import room, usable
 from manthan.manager.tiers.tier import Buffer, Tier
 from manthan.manager.transfer import Transfer
@@ -16,41 +22,35 @@ from manthan.vllm_hooks.worker.slabs import Name, Slab, Stored
 
 @dataclass(eq=False)
 class Reading:
-    """Progress of a load in the primary tier. there: number of the load's first blocks that are in the tier.
-
-    group: number for the blocks' names in the tier; negative for blocks of this load only. unpinned: number of the
-    load's first blocks that may leave the tier. failed: causes of unreadable blocks, by index in the job. is_read: True
-    if no more blocks will come. is_stopped: True if no caller needs further blocks.
-    """
+    """Progress of a load in the primary tier."""
 
     job: Transfer
-    group: int
-    there: int = 0
-    unpinned: int = 0
-    failed: dict[int, str] = field(default_factory=dict)
-    is_read: bool = False
-    is_stopped: bool = False
+    group: int  # for the blocks' names in the tier; negative for blocks of this load only
+    there: int = 0  # number of the load's first blocks that are in the tier
+    unpinned: int = 0  # number of the load's first blocks that may leave the tier
+    failed: dict[int, str] = field(default_factory=dict)  # causes of unreadable blocks, by index in the job
+    is_read: bool = False  # True if no more blocks will come
+    is_stopped: bool = False  # True if no caller needs further blocks
 
 
 class Primary:
     """Keeps the most recently used blocks in the tier. Evicted blocks remain in the secondary tier.
 
-    slab: the tier. look_into: see `Codecs.look_into`. lock: of the tier. No bytes are copied while the lock is held.
-    erase: begins to erase freed bytes, and returns the event after the erasure. keeps: False if another rank stores the
+    slab: the tier. codecs: by KV cache group. lock: of the tier. No bytes are copied while the lock is held. erase:
+    begins to erase freed bytes, and returns the event after the erasure. keeps: False if another rank stores the
     blocks. Each load then reads its own copies and drops them, because the storing rank may replace blocks.
     """
 
     def __init__(
         self,
         slab: Slab,
-        look_into: Callable[[int, Buffer], tuple[int, int, int, int] | str],
+        codecs: Mapping[int, Sequence[PagedCodec]],
         lock: threading.Condition,
         erase: Callable[[], torch.cuda.Event],
         keeps: bool = True,
     ) -> None:
-        self._slab, self._look_into, self._lock, self._erase, self._keeps = slab, look_into, lock, erase, keeps
-        self.pins: Counter[Name] = Counter()
-        """By block, number of loads that use the block. Blocks in use are not evicted."""
+        self._slab, self._codecs, self._lock, self._erase, self._keeps = slab, codecs, lock, erase, keeps
+        self.pins: Counter[Name] = Counter()  # by block, number of loads that use it. Blocks in use are not evicted
 
     def evict(self, nbytes: int, count: int) -> bool:
         """Drop the least recently used blocks, if need be. Return True if `count` blocks of `nbytes` bytes have room.
@@ -65,15 +65,18 @@ class Primary:
             self._slab.drop([name])
         return arena.used <= most
 
-    def begin(self, job: Transfer) -> tuple[Reading, list[bool]]:
-        """Pin a load's blocks if all are in the tier. Return the progress, and True for each block in the tier."""
-        group = job.group if self._keeps else -1 - job.job_id
-        names = [(group, key) for key in job.block_hashes]
+    def begin(self, reading: Reading) -> list[bool]:
+        """Pin a load's blocks if all are in the tier. Return True for each block in the tier."""
+        job = reading.job
+        if not self._keeps:
+            reading.group = -1 - job.job_id
+        names = [(reading.group, key) for key in job.block_hashes]
         with self._lock:
             near = [name in self._slab for name in names]
             if all(near):
                 self._pin(names)
-        return Reading(job, group, len(job) if all(near) else 0, is_read=all(near)), near
+                reading.there, reading.is_read = len(job), True
+        return near
 
     def unpin(self, reading: Reading, end: int) -> None:
         """Unpin a load's blocks up to index `end`, exclusive."""
@@ -95,18 +98,20 @@ class Primary:
         try:
             values = secondary.read(job.group, [job.block_hashes[n] for n in far], job.tenant)
             for at, key in enumerate(job.block_hashes):
-                found = None if near[at] else next(values)
-                if not self._is_there(reading, (reading.group, key)):
+                found, name = None if near[at] else next(values), (reading.group, key)
+                with self._lock:
+                    if reading.is_stopped:
+                        raise CancelledError
+                    if is_there := name in self._slab:
+                        self._pin([name])
+                if not is_there:
                     if near[at]:  # evicted meanwhile
                         found = next(secondary.read(job.group, [key], job.tenant))
                     if found is None or isinstance(found, str):
                         behind = [n for n in far if n > at]
                         failed = {at: found or MISSING, **other_causes(job, behind, found, values, secondary)}
                         return
-                    cause = self._bring(reading, key, found)
-                    if cause is not None:
-                        failed = {at: cause}
-                        return
+                    self._bring(reading, name, found)
                 with self._lock:
                     reading.there += 1
                     self._lock.notify_all()
@@ -119,20 +124,9 @@ class Primary:
                 reading.is_read = True
                 self._lock.notify_all()
 
-    def _is_there(self, reading: Reading, name: Name) -> bool:
-        """Pin a block if the tier has the block, and return True then. Raises CancelledError if the load is stopped."""
-        with self._lock:
-            if reading.is_stopped:
-                raise CancelledError
-            if is_there := name in self._slab:
-                self._pin([name])
-            return is_there
-
-    def _bring(self, reading: Reading, key: bytes, buf: Buffer) -> str | None:
-        """Wait for room in the tier, copy a block there, and pin the block. Return the cause for a bad block."""
-        told, name = self._look_into(reading.job.group, buf), (reading.group, key)
-        if isinstance(told, str):
-            return told
+    def _bring(self, reading: Reading, name: Name, buf: Buffer) -> None:
+        """Wait for room in the tier, copy a block there, and pin the block. Raises WireError for a bad block."""
+        told = _facts(self._codecs[reading.job.group], buf)
         with self._lock:
             while not self.evict(buf.nbytes, 1):
                 if reading.is_stopped:
@@ -151,9 +145,27 @@ class Primary:
             if reading.is_stopped:
                 raise CancelledError
             self._pin([name])
-        return None
 
     def _pin(self, names: Sequence[Name]) -> None:
         self.pins.update(names)
         for group, key in reversed(names):  # a session's last blocks are evicted first
             self._slab.used(group, [key])
+
+
+def _facts(codecs: Sequence[PagedCodec], buf: Buffer) -> tuple[int, int, int, int]:
+    """Return `exact`, `first_token`, `mark` and `codec` of `Stored` from a block's header. Raises WireError.
+
+    codecs: of the block's group. Decoding later compares the whole header with these numbers.
+    """
+    front, ends, exact = wire.peek(buf), wire.part_ends(buf), 0
+    with suppress(SizeError):  # the block is damaged: the checks below find the cause
+        exact = exact_of(wire.peek_sections(buf, front))
+    marks = [codec.format.fingerprint for codec in codecs]
+    number = marks.index(front.fingerprint) if front.fingerprint in marks else 0
+    codec = codecs[number]
+    if len(ends) > 1 and not needs_profile(codec.format.codec):
+        raise WireError(f"refinements stand behind a block in codec {codec.format.codec}.", "trailing")
+    fits = exact <= codec.layout.tokens and codec.form(exact).fits(ends[-1])
+    if not fits or front.first_token > wire.PLACE_MAX:
+        raise SizeError(f"a block of {ends[-1]} bytes from token {front.first_token} on is not one of this cache.")
+    return exact, front.first_token, front.mark, number

@@ -14,8 +14,7 @@ from manthan.vllm_hooks.compat import changed_base, rotary_modules
 
 logger = init_logger("vllm.manthan.worker")
 
-CHECKED = tuple(range(0, 64, 7)) + tuple(range(64, 4097, 252))
-"""Positions at which the cosines and sines are compared."""
+CHECKED = tuple(range(0, 64, 7)) + tuple(range(64, 4097, 252))  # positions at which the tables are compared
 TOLERANCE = 2.0**-6
 """Largest accepted difference of a cosine or sine. vLLM's table is in the model's dtype: bf16 rounds by up to 2**-9.
 Rounding angles to float32 changes a cosine by about 1e-3 at the last position of CHECKED."""

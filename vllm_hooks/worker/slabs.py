@@ -1,22 +1,30 @@
 """Memory for compressed blocks if the codec runs on a GPU: tiers (pinned RAM, GPU memory) and staging buffers."""
 
+import mmap
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm.logger import init_logger
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.tiers.arena import GRANULE, Arena, Extent, room, split
 from manthan.manager.tiers.tier import Buffer
+from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.telemetry.log import human_bytes
-from manthan.vllm_hooks.worker.pinned import PinnedRam
 
-Name = tuple[int, bytes]
-"""KV cache group and block hash."""
+logger = init_logger("vllm.manthan.worker")
+
+PIECE = 256 << 20  # bytes of RAM pinned at once, a multiple of a huge page
+PAGE, HUGE = 4096, 2 << 20
+Name = tuple[int, bytes]  # KV cache group and block hash
 Places = Sequence[tuple[Extent, ...]]
 """Extents of each of several blocks. An extent is a contiguous range of a buffer: start and size in bytes."""
 Numbers = npt.NDArray[np.int64]
@@ -28,39 +36,32 @@ extents. The rows between are fields of `Stored`."""
 class Stored(NamedTuple):
     """Compressed block in a tier.
 
-    extents: memory of the block; several only if no hole was large enough. exact: number of the block's first tokens
-    whose KV is stored unchanged. first_token: position of the block's first token in the session. mark: value of the
-    `manthan.manager.pool.Mark` that says whether its KV was computed or decoded. A compressed block begins with a
-    header, and is not decoded unless that has the same `exact`, `first_token` and `mark`. codec: see `Codecs.number`.
-    inner: for a block with refinements (parts that add precision), the offset in bytes at which each part but the last
-    ends; the first part is the base.
+    A compressed block begins with a header, and is not decoded unless that has the same `exact`, `first_token` and
+    `mark`.
     """
 
-    extents: tuple[Extent, ...]
+    extents: tuple[Extent, ...]  # memory of the block; several only if no hole was large enough
     nbytes: int
-    exact: int
-    first_token: int
-    mark: int = 0
-    codec: int = 0
+    exact: int  # number of the block's first tokens whose KV is stored unchanged
+    first_token: int  # position of the block's first token in the session
+    mark: int = 0  # value of `manthan.manager.pool.Mark`: whether the KV was computed or decoded
+    codec: int = 0  # index in the group's `CudaEngine.codecs`
     inner: tuple[int, ...] = ()
+    """If the block has refinements (parts that add precision), end in bytes of each part but the last. The first part
+    is the base."""
 
 
 class Run(NamedTuple):
-    """Consecutive stored blocks of a load, in one tier, with the same codec and number of exact first tokens.
-
-    in_place: True to decode from the tier's memory itself, without a copy in a staging buffer. starts, nbytes,
-    first_tokens, marks: int64 [n], each block's offset in the tier, size, first token's position in the session, and
-    mark. pieces: extents of blocks with several extents, by index in the run. codec: see `Codecs.number`.
-    """
+    """Consecutive stored blocks of a load, in one tier, with the same codec and number of exact first tokens."""
 
     tier: "Slab"
-    in_place: bool
+    in_place: bool  # True to decode from the tier's memory itself, without a copy in a staging buffer
     exact: int
-    starts: Numbers
+    starts: Numbers  # [n], of each block the offset in the tier
     nbytes: Numbers
-    first_tokens: Numbers
+    first_tokens: Numbers  # [n], of each block the position of its first token in the session
     marks: Numbers
-    pieces: Mapping[int, tuple[Extent, ...]]
+    pieces: Mapping[int, tuple[Extent, ...]]  # extents of blocks with several extents, by index in the run
     codec: int = 0
 
     def part(self, start: int, end: int) -> "Run":
@@ -77,6 +78,106 @@ class Run(NamedTuple):
         return [self.pieces.get(at) or (Extent(start, room(size)),) for at, (start, size) in enumerate(whole)]
 
 
+class PinnedRam:
+    """Pinned RAM, which a GPU reads and writes directly. nbytes: final size. device: GPU.
+
+    The first piece is pinned at once, and a thread pins the others after `start`, so that no caller waits for all.
+    `start` comes with the first served step. Earlier, vLLM captures CUDA graphs, and the CUDA driver would break off a
+    capture if memory were pinned meanwhile. Most of the time goes to the operating system, which gives and clears
+    pages. Huge pages (`madvise`) are 512 times fewer. Pages are written before the driver pins them, so that the
+    driver's locks, which copies need, are held for less time.
+
+    Each piece is pinned separately, and the driver refuses a copy across pieces. An unused GRANULE behind each piece
+    keeps a block's extent from spanning two. Raises ConfigError if the first piece cannot be pinned.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes, self._device = nbytes, device
+        self._pinned, self._stopped = 0, False
+        self._thread: threading.Thread | None = None
+        try:
+            self.buffer = _pages(nbytes + GRANULE * (max(0, nbytes - 1) // (PIECE - GRANULE)))
+            starts = range(0, len(self.buffer), PIECE)
+            self._spans = [Extent(at, min(PIECE - GRANULE, len(self.buffer) - at)) for at in starts]
+            if self._spans:
+                self._pin_next()
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"the cold store's {human_bytes(nbytes)} of RAM cannot be pinned ({error}): lower "
+                "tiers.max_bytes or host_bytes, or raise the memlock limit (ulimit -l)."
+            ) from None
+
+    @property
+    def spans(self) -> Sequence[Extent]:
+        """Extents of `buffer` that are pinned so far."""
+        return self._spans[: self._pinned]
+
+    @property
+    def is_whole(self) -> bool:
+        return self._pinned == len(self._spans)
+
+    def start(self) -> None:
+        """Pin the remaining pieces on a thread, unless an earlier call did."""
+        if self._thread is None and not self.is_whole:
+            size = human_bytes(self.nbytes)
+            logger.info(f"Manthan: pinning {size} of RAM for compressed blocks; pinned parts are used already")
+            self._thread = threading.Thread(target=self._pin_others, name="manthan-pin", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop pinning after the current piece, and unpin all pieces. The object is of no use afterwards."""
+        self._stopped = True
+        if self._thread is not None:
+            self._thread.join()
+        for span in self.spans:
+            with suppress(RuntimeError):  # the GPU does not respond
+                torch.cuda.cudart().cudaHostUnregister(self._bytes_of(span).data_ptr())
+        self._spans, self._pinned = [], 0
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+
+    def _pin_others(self) -> None:
+        size, began = human_bytes(self.nbytes), time.monotonic()
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            with suppress(ImportError):  # without cuda-bindings: graphs are captured already
+                from cuda.bindings import runtime
+
+                relaxed = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+                runtime.cudaThreadExchangeStreamCaptureMode(relaxed)  # else pinning breaks off another thread's capture
+        while not (self.is_whole or self._stopped):
+            try:
+                self._pin_next()
+            except RuntimeError as error:
+                done = human_bytes(sum(span.nbytes for span in self.spans))
+                logger.warning(
+                    f"Manthan: only {done} of the cold store's {size} of RAM could be pinned ({error}), and no more is "
+                    "used: lower tiers.max_bytes or host_bytes, or raise the memlock limit (ulimit -l)."
+                )
+                return
+        if self.is_whole:
+            seconds = time.monotonic() - began
+            logger.info(f"Manthan: {size} of RAM for compressed blocks are pinned, in {seconds:.1f} s")
+
+    def _pin_next(self) -> None:
+        piece = self._bytes_of(self._spans[self._pinned])
+        piece.numpy()[::PAGE] = 0  # the system gives the pages now, not inside the driver's call
+        compat.pin(piece)
+        self._pinned += 1
+
+    def _bytes_of(self, span: Extent) -> torch.Tensor:
+        return self.buffer[span.start : span.start + span.nbytes]
+
+
+def _pages(nbytes: int) -> torch.Tensor:
+    """Return unpinned memory, uint8 [nbytes], in huge pages if the system has some. Raises OSError."""
+    pages = mmap.mmap(-1, nbytes + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    found = torch.frombuffer(pages, dtype=torch.uint8)
+    begin = -found.data_ptr() % HUGE
+    return found[begin : begin + nbytes]
+
+
 class Slab:
     """Tier of a rank: compressed blocks in a buffer, least recently used first if the owner reports uses to `used`.
 
@@ -88,8 +189,7 @@ class Slab:
         """ram: RAM of `buffer`, pinned in part so far; None for GPU memory."""
         self.buffer, self._ram = buffer, ram
         self.arena = Arena(0 if ram else len(buffer))
-        self.freed: list[Extent] = []
-        """Freed extents whose bytes are not erased yet."""
+        self.freed: list[Extent] = []  # extents whose bytes are not erased yet
         self._spans = 0
         self._columns: OrderedDict[Name, int] = OrderedDict()
         self._table = np.zeros((PIECES + 1, 0), np.int64)
@@ -205,11 +305,9 @@ class Slab:
 
     def write(self, extents: Iterable[Extent], buf: Buffer) -> None:
         """Copy a block into the tier, which must be in RAM."""
-        at = 0
         for start, nbytes in extents:
-            part = buf[at : at + nbytes]
+            part, buf = buf[:nbytes], buf[nbytes:]
             self.buffer.numpy()[start : start + len(part)] = part
-            at += nbytes
 
     def read(self, stored: Stored) -> Buffer:
         """Return a block's bytes, without a copy if contiguous. The tier must be in RAM."""
@@ -268,11 +366,11 @@ class Demotion(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Room for a new block. in_place: True to encode directly there, without a staging buffer."""
+    """Room for a new block."""
 
     tier: Slab
     extents: tuple[Extent, ...]
-    in_place: bool
+    in_place: bool  # True to encode directly there, without a staging buffer
 
 
 class Slabs:
@@ -351,14 +449,10 @@ class Staging:
     def __init__(self, nbytes: int, device: torch.device, priority: int = 0) -> None:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.stream = torch.cuda.Stream(device, priority=priority)
-        self._places: dict[int, list[tuple[Extent]]] = {}
 
-    def places(self, nbytes: int) -> Sequence[tuple[Extent]]:
-        """Return consecutive extents of `nbytes` bytes, one for each block that fits into the buffer."""
-        if nbytes not in self._places:
-            fit = range(len(self.buffer) // nbytes)
-            self._places[nbytes] = [(Extent(n * nbytes, nbytes),) for n in fit]
-        return self._places[nbytes]
+    def fits(self, nbytes: int) -> int:
+        """Return the number of blocks of `nbytes` bytes that fit into the buffer."""
+        return len(self.buffer) // nbytes
 
 
 def pieces(sources: Places, targets: Places, nbytes: Sequence[int]) -> torch.Tensor:
@@ -386,3 +480,19 @@ def _pieces(source: tuple[Extent, ...], target: tuple[Extent, ...], left: int) -
             at, here = next(froms)
         if left and not there:
             to, there = next(tos)
+
+
+def copy_run(run: Run, target: torch.Tensor, offsets: Numbers) -> None:
+    """Copy stored blocks, each to an offset of `offsets` in buffer `target`, on the current stream."""
+    if run.pieces:
+        tos = [(Extent(start, len(target)),) for start in offsets.tolist()]
+        copy(run.tier.buffer, run.extents, target, tos, run.nbytes.tolist())
+        return
+    froms, tos_there = run.starts + run.tier.buffer.data_ptr(), offsets + target.data_ptr()
+    compat.copy_blocks(*map(torch.from_numpy, (froms, tos_there, np.ascontiguousarray(run.nbytes))))
+
+
+def copy(source: torch.Tensor, froms: Places, target: torch.Tensor, tos: Places, nbytes: Sequence[int]) -> None:
+    """Copy encoded blocks between buffers, by the copy engines, on the current stream."""
+    starts, ends, sizes = pieces(froms, tos, nbytes)
+    compat.copy_blocks(starts + source.data_ptr(), ends + target.data_ptr(), sizes)

@@ -32,8 +32,7 @@ class Loaded:
 
     def __init__(self) -> None:
         self._unknown = secrets.token_hex(16)
-        self.loads = 0
-        """Number of calls of `load_weights`, the first included."""
+        self.loads = 0  # number of calls of `load_weights`, the first included
         self._digests: dict[str, str] = {}
         self._models: dict[str, ref[torch.nn.Module]] = {}
 
