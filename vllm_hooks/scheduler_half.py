@@ -222,8 +222,7 @@ class SchedulerHalf:
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
         self._journal: JournalLink | None = None
         if self._books is not None and not shared:
-            notes = None if self._events is None else self._events.notes
-            self._journal = self._books.link(self.manager, self._fronts, notes)
+            self._journal = self._books.link(self.manager, self._fronts, self._events)
 
     def bind(self, pool: BlockPool) -> None:
         """Make the driver and the parts that need `pool`. vLLM calls this inside the scheduler's constructor."""
