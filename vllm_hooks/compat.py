@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash, get_group_id, make_block_hash_with_group_id
 from vllm.v1.request import RequestStatus
 
-from manthan.manager.pool import Asker, BlockName, FreeBlock, Mark, Marks, Owner
+from manthan.manager.pool import Asker, BlockName, FreeBlock, Mark, Marks
 
 if TYPE_CHECKING:
     import torch
@@ -104,29 +104,16 @@ def method(made: Callable[..., T]) -> Callable[..., T]:
 # -- flags and requests, in the process that takes them -----------------------------------------------
 
 
-def register_connector(name: str, module: str) -> bool:
-    """Register a connector class. name: its name. module: module that has it. Return True if the name was new."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    if name in KVConnectorFactory._registry:
-        return False
-    KVConnectorFactory.register_connector(name, module, name)
-    return True
-
-
 def extend_engine_args(
     add_flags: "Callable[[FlexibleArgumentParser], FlexibleArgumentParser]",
     read_flags: "Callable[[argparse.Namespace], None]",
     precheck: "Callable[[EngineArgs, bool], None]",
     check: "Callable[[VllmConfig, bool], None]",
 ) -> None:
-    """Add flags to vLLM's command line, and check each engine's configuration when it is made.
+    """Add flags to vLLM's command line, and check each engine's arguments and configuration before any process starts.
 
-    Args:
-        add_flags: adds flags to the parser, and returns the parser.
-        read_flags: may change the parsed arguments before vLLM reads them.
-        precheck: takes each engine's arguments, and True if these are from a command line.
-        check: takes each engine's configuration before any process starts, and the same truth value.
+    read_flags: may change the parsed arguments. precheck, check: also take True if the arguments are from a command
+    line.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -136,10 +123,10 @@ def extend_engine_args(
         engine_args.manthan_from_command_line = True
         return engine_args
 
-    def create(create_engine_config: Any, self: EngineArgs, *args: Any, **kwargs: Any) -> "VllmConfig":
+    def create(create_engine_config: Any, self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         from_command_line = hasattr(self, "manthan_from_command_line")
         precheck(self, from_command_line)
-        vllm_config: VllmConfig = create_engine_config(self, *args, **kwargs)
+        vllm_config = create_engine_config(self, *args, **kwargs)
         check(vllm_config, from_command_line)
         return vllm_config
 
@@ -548,27 +535,13 @@ def overwrite_next(pool: "BlockPool", blocks: "Sequence[KVCacheBlock]") -> None:
     pool.free_blocks(free)
 
 
-class PoolMarks(Marks):
-    """Marks of a pool's blocks. watch: takes block ids, and has their marks cleared when the pool hands them out."""
-
-    def __init__(self, watch: Callable[[Iterable[int]], None]) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None, is_coarse: bool = False) -> None:
-        block_ids = list(block_ids)
-        super().set(block_ids, mark, owner, is_coarse)
-        if mark:
-            self._watch(block_ids)
-
-
 class VllmPool:
     """vLLM's block pool with the methods of `manthan.manager.pool.Pool`; see there.
 
     A saved block has a compressed copy in a tier. A block that was given up counts as saved, with or without a copy.
 
-    block_tokens: number of tokens in a block, by group. event: returns vLLM's KV event of a block stored in the pool,
-    from the block's group and hash and the pool's medium; None if events are off.
+    block_tokens: number of tokens in a block, by group. event: takes the name of a block stored in the pool and the
+    pool's medium, and returns vLLM's KV event; None if events are off.
     """
 
     def __init__(
@@ -577,10 +550,9 @@ class VllmPool:
         block_tokens: Mapping[int, int],
         event: "Callable[[BlockName, str], BlockStored | None] | None" = None,
     ) -> None:
-        self._event = event
-        self._pool, self._block_tokens = pool, block_tokens
+        self._pool, self._block_tokens, self._event = pool, block_tokens, event
         self.size = pool.num_gpu_blocks - 1  # the null block is never free
-        self.marks: Marks = PoolMarks(self._watch)
+        self.marks = Marks(self._watch)
         self._free, self._saved, self._given_up = pool.free_block_queue, set[int](), set[int]()
         """vLLM's free queue, ids of saved blocks, and ids of blocks given up. Blocks given up are also in `_saved`."""
         self._kept: dict[int, KVCacheBlock] = {}
@@ -598,15 +570,18 @@ class VllmPool:
     def _reused(self, block: "KVCacheBlock") -> None:
         """Forget all facts about a watched block, because the pool hands the block out for new KV."""
         block_id = block.block_id
-        self._saved.discard(block_id)
-        self._given_up.discard(block_id)
-        self._kept.pop(block_id, None)
+        self._unsave(block_id)
         if self.marks[block_id]:
             self.marks.clear((block_id,))
         if block_id in self._finds:
             self._bereft.update(self._finds.pop(block_id))
         if block is self._last_empty:
             self._last_empty = None
+
+    def _unsave(self, block_id: int) -> None:
+        self._saved.discard(block_id)
+        self._given_up.discard(block_id)
+        self._kept.pop(block_id, None)
 
     def __len__(self) -> int:
         return self._pool.get_num_free_blocks()
@@ -654,9 +629,8 @@ class VllmPool:
     def keep(self, group: int, block_hashes: "Sequence[bytes]") -> None:
         blocks = self._copies(group, block_hashes)
         block_ids = [block.block_id for block in blocks]
-        self._saved.update(block_ids)
+        self.loaded(block_ids)
         self._given_up.difference_update(block_ids)
-        self._watch(block_ids)
         free = [block for block in blocks if block.ref_cnt == 0]
         for block in free:
             self._free.remove(block)
@@ -669,9 +643,8 @@ class VllmPool:
     def give_up(self, group: int, block_hashes: "Sequence[bytes]") -> None:
         blocks = [block for block in self._copies(group, block_hashes)[::-1] if block.ref_cnt == 0]
         block_ids = [block.block_id for block in blocks]
-        self._saved.update(block_ids)
+        self.loaded(block_ids)
         self._given_up.update(block_ids)
-        self._watch(block_ids)
         self._put_first(blocks)
 
     def _put_first(self, blocks: "Sequence[KVCacheBlock]") -> None:
@@ -687,9 +660,7 @@ class VllmPool:
     def forget(self, group: int, block_hashes: "Sequence[bytes]") -> None:
         blocks = [block for block in self._copies(group, block_hashes) if block.block_id in self._saved]
         for block in blocks:
-            self._saved.discard(block.block_id)
-            self._given_up.discard(block.block_id)
-            self._kept.pop(block.block_id, None)
+            self._unsave(block.block_id)
         free = [block for block in reversed(blocks) if block.ref_cnt == 0]
         self._pool.touch(free)
         self._pool.free_blocks(free)

@@ -6,13 +6,13 @@ Unsupported models and settings are refused when vLLM makes the engine's configu
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from manthan.manager.config.model import FIELDS, FLAGS
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError
 from manthan.manager.tiers.sealed import keys_of
-from manthan.vllm_hooks.compat import before_engine, extend_engine_args, register_connector, watch_models
+from manthan.vllm_hooks.compat import before_engine, extend_engine_args, watch_models
 from manthan.vllm_hooks.http.hints import checked
 from manthan.vllm_hooks.lasting import check_disk, check_redis
 from manthan.vllm_hooks.settled import settle_codec
@@ -40,9 +40,12 @@ MIDDLEWARE = "manthan.vllm_hooks.http.middleware.Middleware"
 
 def register() -> None:
     """Register the connector, and wrap vLLM's functions for flags and models. vLLM calls this in every process."""
-    if register_connector(CONNECTOR, CONNECTOR_MODULE):
-        extend_engine_args(add_flags, read_flags, precheck, check)
-        watch_models(watch)
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    with suppress(ValueError):  # registered before
+        KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
+    extend_engine_args(add_flags, read_flags, precheck, check)
+    watch_models(watch)
 
 
 def watch(vllm_config: "VllmConfig", model_config: "ModelConfig", model: "Module") -> None:

@@ -141,8 +141,8 @@ class SchedulerHalf:
                 f"tiers.kind is {config.tiers.kind}, but the model has layers with sliding windows and "
                 f"{'blocks of several sizes' if self.groups.is_whole else 'none with full attention'}: use host."
             )
-        namespace, lasting = None, config.tiers.is_lasting
-        if lasting:
+        namespace = None
+        if config.tiers.is_lasting:
             weights = set(self._core.ask(loaded_digest))
             if len(weights) > 1:
                 raise UnsupportedError(
@@ -151,7 +151,7 @@ class SchedulerHalf:
                 )
             namespace = namespace_of(vllm_config, config, self.groups, weights.pop())
         owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"  # this engine's unique name
-        self._core.prepare_requests(salts_of(config), lasting)
+        self._core.prepare_requests(salts_of(config), config.tiers.is_lasting)
         chosen = choose_policy(config.policy)
         shares = Shares(config.tiers.pinned_share, config.tenants.shares)
         self.manager = SessionManager(
@@ -181,8 +181,11 @@ class SchedulerHalf:
             self._events = KvEvents(self.manager, self.groups, kv_cache_config, config.tiers.places[-1])
         self._redis: RedisLink | None = None
         self._books: DiskBooks | None = None
+        self._journal: JournalLink | None = None
         if namespace is not None and config.tiers.is_on_disk:
             self._books = DiskBooks(vllm_config, config, namespace.name, sharding)
+            if not shared:
+                self._journal = self._books.link(self.manager, self._fronts, self._events)
         if namespace is not None and shared:
             sessions = make_sessions(vllm_config, config, namespace, owner, self._wake, sharding)
             parts = self._parts if self.groups.at_points else None
@@ -220,9 +223,6 @@ class SchedulerHalf:
         """Profile (a codec's tables) made from requests' KV, until the guard uses its codec; None without a profile."""
         self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._wake)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
-        self._journal: JournalLink | None = None
-        if self._books is not None and not shared:
-            self._journal = self._books.link(self.manager, self._fronts, self._events)
 
     def bind(self, pool: BlockPool) -> None:
         """Make the driver and the parts that need `pool`. vLLM calls this inside the scheduler's constructor."""
@@ -338,8 +338,7 @@ class SchedulerHalf:
             is_saved = row >= 0 and bool(blocks.status[row] & SAVED)
             return not is_saved and self.pool.lookup(self._group, [hashes[at]]) == [-1]
 
-        usable = 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
-        found = bisect_left(range(usable), True, key=is_gone)
+        found = bisect_left(range(self._usable(request)), True, key=is_gone)
         if found:
             [block_id] = self.pool.lookup(self._group, [hashes[found - 1]])
             if block_id >= 0:
@@ -350,10 +349,10 @@ class SchedulerHalf:
         """Update the tokens to compute of waiting requests, after changes of sessions and overwritten blocks."""
         changed, self.telemetry.changed = self.telemetry.changed, set()
         names = [request.request_id for request in self.pool.take_bereft()]
-        if (waiting := self._waiting) is None:
-            return
         for session in filter(None, map(self.manager.table.by_id.get, changed)):
             names += session.requests
+        if (waiting := self._waiting) is None:
+            return
         for request_id in names:
             if (request := waiting.get(request_id)) is not None:
                 waiting.update(request, self._to_compute(request))
@@ -367,13 +366,15 @@ class SchedulerHalf:
         next step with the same bad blocks.
         """
         self._begin_again()
-        resident = computed // self._block_size
-        usable = 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
+        resident, usable = computed // self._block_size, self._usable(request)
         blocks = self.driver.matched(request.request_id, resident, usable, self._blocks(request), time.monotonic())
         if blocks is None:
             return None, False
         self._resident[request.request_id] = resident
         return blocks * self._block_size, blocks > 0
+
+    def _usable(self, request: Request) -> int:
+        return 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
 
     def _blocks(self, request: Request) -> int:
         return self.groups.held(request.num_tokens, self._vllm_config.max_in_flight_tokens)
@@ -395,13 +396,12 @@ class SchedulerHalf:
         if brought and (decoded := lossy_prefill_tokens(request.kv_transfer_params)):
             self._handed(request.request_id, blocks, decoded)
         if tokens:
-            block_ids = blocks.get_block_ids()
-            end, resident_tokens = resident + tokens // self._block_size, resident * self._block_size
+            block_ids, end = blocks.get_block_ids(), resident + tokens // self._block_size
             found, others = end + self.groups.again, []
             for group, parts in groupby(self.groups.parts(found), attrgetter("group")):
-                cold, ids = [part for part in parts if part.first_token >= resident_tokens], block_ids[group]
+                cold = [part for part in parts if part.first_token >= resident * self._block_size]
                 named = [self._key_of(part, request) for part in cold]
-                others.append((group, named, [ids[part.at] for part in cold]))
+                others.append((group, named, [block_ids[group][part.at] for part in cold]))
             self.driver.loading(request.request_id, resident, found, block_ids[self._group][resident:end], others)
             if self.telemetry.traces is not None:
                 self.telemetry.traces.restoring(request.request_id, list(self._tiers(request.request_id, tokens)))
@@ -431,23 +431,17 @@ class SchedulerHalf:
 
         In a model whose blocks are stored for resume points only, all tokens count for the slowest tier of the load.
         """
-        blocks, fronts, names = self.manager.blocks, self.driver.fronts, self.config.tiers.tier_names
-        jobs = self.driver.loads_of(request_id)
+        blocks, names, is_whole = self.manager.blocks, self.config.tiers.tier_names, self.groups.is_whole
         if not any(blocks.moved_nbytes):
             return {names[0]: tokens}
-        is_whole = self.groups.is_whole
-        rows = (
-            row
-            for job in jobs
-            if job.group == self._group or not is_whole
-            for row in blocks.find(job.group, job.block_hashes).tolist()
-        )
-        tiers = Counter(fronts.tier_of(row) if row >= 0 else 0 for row in rows)
+        jobs = [job for job in self.driver.loads_of(request_id) if job.group == self._group or not is_whole]
+        rows = [row for job in jobs for row in blocks.find(job.group, job.block_hashes).tolist()]
+        tiers = Counter(self.driver.fronts.tier_of(row) if row >= 0 else 0 for row in rows)
         if not is_whole:
             return {names[max(tiers, default=0)]: tokens}
-        behind = {names[tier]: self._block_size * tiers[tier] for tier in sorted(tiers) if tier}
-        counts = {names[0]: tokens - sum(behind.values())} | behind
-        return {tier: count for tier, count in counts.items() if count}
+        behind = {names[tier]: self._block_size * count for tier, count in sorted(tiers.items()) if tier}
+        first = tokens - sum(behind.values())
+        return {names[0]: first} | behind if first else behind
 
     def finished(self, request: Request, blocks: int) -> dict[str, Any] | None:
         """Note a request's end. Return kv_transfer_params for its output. blocks: number of its main group's blocks."""
@@ -551,12 +545,9 @@ class SchedulerHalf:
         self._reorder()
         if self.limit is not None:
             self.limit.begin(scheduled_tokens, now, len(self._requests))
-        place, self._place = self._place, None
-        has_new_weights, self._has_new_weights = self._has_new_weights, False
-        self._set_deadline()
-        return ManthanMetadata(
-            place,
-            has_new_weights,
+        metadata = ManthanMetadata(
+            self._place,
+            self._has_new_weights,
             work.drops,
             work.stores,
             work.loads,
@@ -565,6 +556,9 @@ class SchedulerHalf:
             revokes=work.revokes,
             may_calibrate=self._may_calibrate(scheduled_tokens),
         )
+        self._place, self._has_new_weights = None, False
+        self._set_deadline()
+        return metadata
 
     def _may_calibrate(self, tokens: int) -> bool:
         """True if workers may take tokens of a step for a profile. tokens: number that vLLM computes in the step."""
@@ -578,7 +572,8 @@ class SchedulerHalf:
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
         """Take results of workers. A transfer is settled when every rank that takes part in it has answered."""
-        self._gathered(report)
+        gathered, report.gathered = report.gathered, []  # after an error `drain` gets the same report
+        self.driver.gathered(gathered)
         if report.candidate is not None and self.guard is not None:
             path, shape = report.candidate
             main = replace(shape.groups[shape.main], codec=CALIBRATED)  # other groups keep their codecs
@@ -592,11 +587,6 @@ class SchedulerHalf:
             threading.Thread(target=_keep, args=(path,), name="manthan-profile", daemon=True).start()
         self._reorder()
         self._set_deadline()
-
-    def _gathered(self, report: ManthanWorkerMetadata) -> None:
-        """Note stores whose blocks a rank has read. Clear them in the report, so that `drain` does not repeat them."""
-        gathered, report.gathered = report.gathered, []
-        self.driver.gathered(gathered)
 
     def has_work(self) -> bool:
         """True if the engine should run a step even without requests."""
@@ -721,7 +711,7 @@ class SchedulerHalf:
 
     def drain(self, report: ManthanWorkerMetadata) -> None:
         """Give back the pool's blocks of stores and prefetches that ended after `give_up`."""
-        self._gathered(report)
+        self.driver.gathered(report.gathered)
         self.driver.drain(report.results)
 
     def shutdown(self) -> None:
