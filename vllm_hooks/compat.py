@@ -82,10 +82,9 @@ WRAPPED = {
 
 
 def wrap(name: str, owner: Any, ours: Callable[..., Any], kind: Callable[[Any], Any] = lambda made: made) -> None:
-    """Replace a function of vLLM, unless `wrap` has replaced it before.
+    """Replace function `name`, a key in `WRAPPED`, of a class, module or object, unless `wrap` has replaced it before.
 
-    name: key in `WRAPPED`. owner: class, module or object that has the function. ours: takes vLLM's function and then
-    that function's arguments. kind: for a class as `owner`, `staticmethod`, `classmethod` or `method`.
+    ours: takes vLLM's function and then its arguments. kind: for a class, `staticmethod`, `classmethod` or `method`.
     """
     assert name in WRAPPED, name
     attribute = name.rpartition(".")[2]
@@ -137,10 +136,9 @@ def extend_engine_args(
 
 
 def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]") -> None:
-    """Have each request checked before the engine gets it.
+    """Have each request checked before the engine gets it. An exception of `check` refuses the request.
 
-    check: takes vLLM's configuration, the request's value of PARAMS, and the session id. It returns the value to use
-    instead, or raises an exception to refuse the request.
+    check: takes vLLM's configuration, the request's value of PARAMS, and the session id. Returns the value to use.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -158,10 +156,7 @@ def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]") -> N
 
 
 async def ask_cores(client: Any, name: str, *args: Any) -> list[Any] | None:
-    """Return each engine core's answer to the utility call `name`; None if the engine is dead.
-
-    client: `app.state.engine_client` of vLLM's server.
-    """
+    """Return each engine core's answer to the utility call `name`; None if the engine of vLLM's client is dead."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
@@ -171,10 +166,7 @@ async def ask_cores(client: Any, name: str, *args: Any) -> list[Any] | None:
 
 
 def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
-    """Return vLLM's function that is True for headers with a valid API key; None for a server without keys.
-
-    args: flags of the server. vLLM calls the function for some paths only, such as /v1.
-    """
+    """Return vLLM's function that is True for headers with a valid API key; None for a server without keys."""
     from vllm import envs
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
@@ -237,10 +229,7 @@ def under_construction(kind: type[T]) -> T:
 
 
 def replace_waiting(scheduler: "Scheduler", queue: "ReturnsFirstQueue") -> bool:
-    """Make `queue` the scheduler's `waiting`. Return False, and replace nothing, if `waiting` has an unknown class.
-
-    vLLM's second queue, `kv_holding_waiting`, is served before `waiting`, and is not replaced.
-    """
+    """Make `queue` the scheduler's `waiting`. Return False, and replace nothing, if `waiting` has an unknown class."""
     from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
 
     is_known = type(scheduler.waiting) in (FCFSRequestQueue, PriorityRequestQueue)
@@ -252,9 +241,8 @@ def replace_waiting(scheduler: "Scheduler", queue: "ReturnsFirstQueue") -> bool:
 class Core:
     """Access to the engine core that has the connector. Wraps the core's resets and its calls of workers.
 
-    `half`, the scheduler half, is told of sleeps and of resets of the prefix cache. vLLM resets only while no block is
-    referenced, so that Manthan must first release all its blocks. Connectors cannot tell a sleep from another pause.
-    Calls of `half` go through `half.ask`, so that exceptions of `half` do not end the engine.
+    The scheduler half is told of sleeps and of resets of the prefix cache. vLLM resets only while no block is
+    referenced, so that Manthan must first release all its blocks. Exceptions of the half do not end the engine.
     """
 
     def __init__(self, half: "SchedulerHalf") -> None:
@@ -286,9 +274,7 @@ class Core:
         setattr(self._core, name, method)
 
     def prepare_requests(self, salts: "Salts", by_content: bool) -> None:
-        """Have the block hashes of this engine's requests cover tenant, LoRA adapter's files and media's content.
-
-        vLLM hashes a request on its input thread, before connectors see the request.
+        """Have the block hashes of this engine's requests cover tenant, LoRA adapter's files and media.
 
         by_content: True if hashes cover the content of media instead of names that clients gave to the media.
         """
@@ -322,10 +308,7 @@ class Core:
         return state is not EngineShutdownState.RUNNING
 
     def ask(self, about_weights: Callable[[Any], T]) -> list[T]:
-        """Return the result of `about_weights` on each worker, without telling `half` of the call.
-
-        Raises the executor's exceptions, for example if a worker has died.
-        """
+        """Return the result of `about_weights` on each worker, without telling the scheduler half of the call."""
         return list(self._call(about_weights))
 
     @property
@@ -694,13 +677,11 @@ class VllmPool:
         return [copy for name in names for copy in cached_blocks(self._pool, name)]
 
     def _append(self, append_n: "Callable[[list[KVCacheBlock]], None]", blocks: "list[KVCacheBlock]") -> None:
-        """Append freed blocks to the free queue, but insert saved blocks behind the earlier saved blocks.
-
-        Blocks that were given up count as unsaved from now on, because a request has used them.
-        """
-        used = self._given_up.intersection([block.block_id for block in blocks]) if self._given_up else set[int]()
-        self._saved -= used
-        self._given_up -= used
+        """Append freed blocks to the free queue, but insert saved blocks behind the earlier saved blocks."""
+        if self._given_up:  # blocks given up count as unsaved now, because a request has used them
+            used = self._given_up.intersection([block.block_id for block in blocks])
+            self._saved -= used
+            self._given_up -= used
         saved = [block for block in blocks if block.block_id in self._saved]
         append_n([block for block in blocks if block.block_id not in self._saved] if saved else blocks)
         self._insert(saved)
@@ -721,10 +702,7 @@ class VllmPool:
         self._free.num_free_blocks += len(blocks)
 
     def _last_kept(self) -> "KVCacheBlock":
-        """Return the last saved block of the free queue.
-
-        If no block is saved, return the last of the blocks without a hash at the head, or else vLLM's fake head.
-        """
+        """Return the free queue's last saved block, else its last one without a hash at the head, or its fake head."""
         while self._kept:
             last = next(reversed(self._kept.values()))
             if last.ref_cnt == 0 and last.block_hash is not None:
@@ -812,10 +790,7 @@ def parts_of(name: str, tensor: "torch.Tensor") -> "Iterator[tuple[str, torch.Te
 
 
 def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield name and value of a model's parameters and persistent buffers, as plain tensors.
-
-    Other buffers are left out, because models compute them from parameters and configuration.
-    """
+    """Yield name and value of a model's parameters and persistent buffers (not computed ones), as plain tensors."""
     persistent = model.state_dict(keep_vars=True).keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in persistent:
@@ -860,10 +835,7 @@ def model_tensors(worker: Any) -> "Iterator[torch.Tensor]":
 
 
 def copy_blocks(sources: "torch.Tensor", targets: "torch.Tensor", sizes: "torch.Tensor") -> None:
-    """Copy pieces of memory by the GPU's copy engines, on the current stream.
-
-    sources, targets: addresses. sizes: bytes of each piece. All tensors are int64 on the CPU.
-    """
+    """Copy pieces of memory by the GPU's copy engines, on the current stream. Addresses, bytes: int64 on the CPU."""
     from vllm import _custom_ops as ops
 
     ops.swap_blocks_batch(sources, targets, sizes)

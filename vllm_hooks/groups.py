@@ -20,10 +20,12 @@ from manthan.vllm_hooks.support import DS_MLA, E4M3, FP8, Latents, UnsupportedEr
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig, ParallelConfig, VllmConfig
+    from vllm.config import CacheConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 NO_LATENTS = Latents()
+UNIT = 16
+"""Number of bytes that kernels copy at once. A layer's bytes in `opaque` must be a multiple of this."""
 EVERY = 1 << 40
 """Reach of a layer with full attention, in tokens: more than any context. See `SpecEntry`."""
 
@@ -42,7 +44,6 @@ class StoredAs(StrEnum):
 
 Coded: TypeAlias = tuple[int, Scales | None]
 """Layout that codecs know: `latent` and `scales` of `KvCacheGroup`."""
-LayoutOf: TypeAlias = Callable[[Any, str, Latents], Coded | None]
 
 
 class SpecEntry(NamedTuple):
@@ -55,7 +56,7 @@ class SpecEntry(NamedTuple):
 
     stored: StoredAs
     reach: Callable[[Any], int] = lambda spec: EVERY
-    layouts: tuple[LayoutOf, ...] = ()
+    layouts: tuple[Callable[[Any, str, Latents], Coded | None], ...] = ()
 
 
 def _keys_and_values(spec: Any, dtype: str, latents: Latents) -> Coded | None:
@@ -119,15 +120,12 @@ SPECS: Mapping[str, SpecEntry] = {
 
 
 def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
-    """Return the entry of the spec's class, or else of the nearest base class that has one; None without any.
-
-    A base class's entry is returned with BYTES instead of CODED, because the derived class may have another layout.
-    """
+    """Return the entry of the spec's class, or else of the nearest base class that has one; None without any."""
     names = [each.__name__ for each in type(spec).__mro__]
     found = next((SPECS[name] for name in names if name in SPECS), None)
     if found is None or names[0] in SPECS or found.stored is not StoredAs.CODED:
         return found
-    return found._replace(stored=StoredAs.BYTES)
+    return found._replace(stored=StoredAs.BYTES)  # the derived class may have another layout
 
 
 class Context(NamedTuple):
@@ -135,11 +133,6 @@ class Context(NamedTuple):
 
     ranks: int = 1
     run: int = 1
-
-    @classmethod
-    def of(cls, parallel: "ParallelConfig") -> "Context":
-        ranks = parallel.decode_context_parallel_size
-        return cls(ranks, parallel.cp_kv_cache_interleave_size) if ranks > 1 else ALONE
 
     def first_tokens(self, tokens: int) -> int:
         """Return the most tokens, in whole runs, that any rank can have of a session's first `tokens` tokens."""
@@ -421,7 +414,9 @@ def groups_of(
 
 def groups_for(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", as_bytes: Container[int] = ()) -> Groups:
     """Return the KV cache groups of an engine; see `groups_of`."""
-    latents, context = Latents.of(vllm_config), Context.of(vllm_config.parallel_config)
+    latents, parallel = Latents.of(vllm_config), vllm_config.parallel_config
+    ranks = parallel.decode_context_parallel_size
+    context = Context(ranks, parallel.cp_kv_cache_interleave_size) if ranks > 1 else ALONE
     groups = groups_of(kv_cache_config, vllm_config.cache_config, latents, context, as_bytes)
     return groups._replace(again=blocks_computed_again(vllm_config))
 
@@ -435,17 +430,14 @@ def config_for(vllm_config: "VllmConfig", groups: Groups) -> ManthanConfig:
 
 
 def on_all_ranks(told: Sequence[Groups]) -> Groups:
-    """Return the groups of an engine, each as on the rank with the largest blocks of the group.
+    """Return the groups of an engine, each as on the rank with the largest blocks, because stages may differ in layers.
 
-    Pipeline stages may have different layers. The workers are asked, because vLLM's scheduler knows only one spec of a
-    group whose layers have several.
-
-    told: groups of each rank. Raises UnsupportedError if a rank has no layer of a group.
+    told: groups of each rank. vLLM's scheduler knows only one spec of a group whose layers have several. Raises
+    UnsupportedError if a rank has no layer of a group.
     """
-    by_rank = [{group.index: group for group in groups.stored} for groups in told]
 
     def largest(group: KvCacheGroup) -> KvCacheGroup:
-        found = [rank.get(group.index) for rank in by_rank]
+        found = [next((each for each in groups.stored if each.index == group.index), None) for groups in told]
         for rank, each in enumerate(found):
             if each is None or not each.layers:
                 raise UnsupportedError(
@@ -459,7 +451,7 @@ def on_all_ranks(told: Sequence[Groups]) -> Groups:
 
 
 def _one_of(spec: Any) -> Any:
-    """Return the spec of a group's first layer, as vLLM's scheduler does for layers with several specs."""
+    """Return the spec of a group's first layer."""
     several = getattr(spec, "kv_cache_specs", None)
     return spec if several is None else next(iter(several.values()))
 
@@ -475,8 +467,7 @@ def _group(
 ) -> KvCacheGroup:
     """Return a stored group, with its layers divided into coded layers and layers stored as bytes.
 
-    All layers are stored as bytes if coded layers differ in shape or dtype, if a layer of bytes does not fit UNIT, or
-    if `can_code` is False. pages: see `page_nbytes`.
+    All are stored as bytes if coded layers differ in shape or dtype, or if a layer of bytes does not fit UNIT.
     """
     names = tuple(group.layer_names)
     specs: Mapping[str, Any] = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(names, group.kv_cache_spec))
@@ -493,17 +484,15 @@ def _group(
             kind = f"state of {', '.join(f'{dtype} {list(shape)}' for shape, dtype in tensors)}"
         return KvCacheGroup(index, spec, len(names), names, kind, nbytes)
 
-    found = {each: _coded(each, cache, latents) if can_code else None for each in set(specs.values())}
-    coded = {each: layout for each, layout in found.items() if layout is not None}
+    coded = {each: layout for each in set(specs.values()) if can_code and (layout := _coded(each, cache, latents))}
+    ours = tuple(name for name in names if specs[name] in coded)
+    others = tuple(sorted((name for name in names if specs[name] not in coded), key=page))
+    raw = packed(others) if others else None
     shapes = {
         (each.num_kv_heads, each.head_size, each.dtype, _dtype_of(each, cache), layout)
         for each, layout in coded.items()
     }
-    ours = tuple(name for name in names if specs[name] in coded)
-    others = tuple(sorted((name for name in names if specs[name] not in coded), key=page))
-    raw = packed(others) if others else None
-    fits = raw is None or not any(nbytes % UNIT for nbytes in raw.layer_nbytes)
-    if len(shapes) != 1 or not fits:
+    if len(shapes) != 1 or (raw is not None and any(nbytes % UNIT for nbytes in raw.layer_nbytes)):
         return packed(names)
     spec = specs[ours[0]]
     latent, scales = coded[spec]
@@ -521,16 +510,11 @@ def _scales_behind(group: KvCacheGroup) -> KvCacheGroup:
     return KvCacheGroup(group.index, group.spec, len(names), names, group.cache_dtype, sizes, starts=starts)
 
 
-UNIT = 16
-"""Number of bytes that kernels copy at once. A layer's bytes in `opaque` must be a multiple of this."""
-
-
 def _coded(spec: Any, cache: "CacheConfig | None", latents: Latents) -> Coded | None:
     entry = entry_of(spec)
     if entry is None or entry.stored is not StoredAs.CODED or (cache is not None and is_packed(cache)):
         return None
-    found = (layout(spec, _dtype_of(spec, cache), latents) for layout in entry.layouts)
-    return next((each for each in found if each is not None), None)
+    return next(filter(None, (layout(spec, _dtype_of(spec, cache), latents) for layout in entry.layouts)), None)
 
 
 def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
@@ -544,9 +528,6 @@ def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
 
 
 def page_nbytes(kv_cache_config: "KVCacheConfig") -> dict[str, int]:
-    """Return the number of bytes of a block in one layer, by the layer's name.
-
-    Either a layer's blocks or a block's layers are adjacent in memory, so that the smaller stride is that number.
-    """
-    tensors = kv_cache_config.kv_cache_tensors
+    """Return the number of bytes of a block in one layer, by the layer's name."""
+    tensors = kv_cache_config.kv_cache_tensors  # a layer's blocks or a block's layers are adjacent in memory
     return {name: min(each.layer_stride, each.block_stride) for each in tensors for name in each.layers}

@@ -52,7 +52,7 @@ class Shards(NamedTuple):
 
 
 def block_shape(group: "KvCacheGroup") -> BlockShape:
-    """Return the shape of a rank's block of a KV cache group, for codecs."""
+    """Return the shape, for codecs, of a rank's block of a KV cache group."""
     if group.is_packed:
         return packed_shape(group.layer_nbytes, group.spec.block_size)
     spec, raw = group.spec, block_shape(group.opaque) if group.opaque else None
@@ -91,21 +91,19 @@ def memory_shapes(
     """
     group, finer = groups.main, finer_codecs(codec.name)
     mains = [group_shape(codec, group, shards, profile)]
-    mains += [replace(group_shape(_renamed(codec, name), group, shards), codec=name) for name in finer]
+    mains += [
+        replace(group_shape(codec.model_copy(update={"name": name}), group, shards), codec=name) for name in finer
+    ]
     mains.append(_all_exact(mains[0], group, shards))
+    levels: Sequence[Level] = DEFAULT_LEVELS
+    if profile is not None and profile.info.divergences:
+        told = zip((*profile.info.divergences, 0.0), profile.info.bits, strict=True)
+        levels = tuple(Level(divergence, 16 / bits) for divergence, bits in told)
     shapes = []
     for main, name in zip(mains, [codec.name, *finer, None], strict=True):
         others = {each.group.index: _other(codec, name, main.codec, each.group, shards) for each in groups.others}
-        shapes.append(MemoryShape({group.index: main} | others, group.index, groups.is_whole, levels_of(profile)))
+        shapes.append(MemoryShape({group.index: main} | others, group.index, groups.is_whole, levels))
     return shapes
-
-
-def levels_of(profile: Profile | None) -> Sequence[Level]:
-    """Return facts about blocks of each level by a profile. The default is for none, or for one without divergences."""
-    if profile is None or not profile.info.divergences:
-        return DEFAULT_LEVELS
-    told = zip((*profile.info.divergences, 0.0), profile.info.bits, strict=True)
-    return tuple(Level(divergence, 16 / bits) for divergence, bits in told)
 
 
 def group_shape(
@@ -129,10 +127,6 @@ def group_shape(
     return replace(shape, level=HIGH if is_high else 0)
 
 
-def _renamed(codec: CodecConfig, name: str) -> CodecConfig:
-    return codec.model_copy(update={"name": name})
-
-
 def _all_exact(shape: GroupShape, group: "KvCacheGroup", shards: Shards) -> GroupShape:
     whole = shards.stored * shards.room(block_format(EXACT, group).max_nbytes(group.states))
     return replace(shape, typical=0, bounds=dict.fromkeys({*shape.bounds, shape.tokens}, whole))
@@ -143,8 +137,8 @@ def _other(codec: CodecConfig, name: str | None, chosen: str, group: "KvCacheGro
 
     name: main group's codec; None to store every token with codec exact. chosen: value for `GroupShape.codec`.
     """
-    own = codec_of_other(name or FALLBACK, group, codec.state)
-    shape = group_shape(_renamed(codec, own), group, shards)
+    own = codec.model_copy(update={"name": codec_of_other(name or FALLBACK, group, codec.state)})
+    shape = group_shape(own, group, shards)
     if group.is_packed:
         return replace(shape, bounds={0: shape.bounds[0]})
     if name is None:

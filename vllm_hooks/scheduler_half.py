@@ -53,7 +53,7 @@ from manthan.manager.tiers.redis_schema import FALL
 from manthan.manager.transfer import on_each
 from manthan.vllm_hooks.compat import Core, Lookups, VllmPool, replace_waiting, tokens_to_load, under_construction
 from manthan.vllm_hooks.events import KvEvents
-from manthan.vllm_hooks.fingerprint import namespace_of
+from manthan.vllm_hooks.fingerprint import Sharding, namespace_of
 from manthan.vllm_hooks.groups import Part, config_for, on_all_ranks
 from manthan.vllm_hooks.http.hints import answer_to, hints_of, lossy_prefill_tokens, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
@@ -64,7 +64,6 @@ from manthan.vllm_hooks.ordering import ReturnsFirstQueue, StepLimit
 from manthan.vllm_hooks.queries import METHOD, Queries
 from manthan.vllm_hooks.rechecks import Rechecks
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
-from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_left_out, tell_rechecks
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
@@ -198,27 +197,24 @@ class SchedulerHalf:
         """Limits on a step's tokens; None if only vLLM's own limits apply."""
         self._resident: dict[str, int] = {}
         """By id of a request that `match` has answered and that has no blocks yet, number of its resident blocks."""
+        self._found = set[str]()
+        """Ids of requests for which `Lookups` has called `found`, until `allocated`."""
         self._place: str | None = None
         """Argument for `Tier.cleared` after a reset, until the workers are told; None without a reset."""
-        self._has_new_weights = False  # true until the workers are told
         self._deadline = inf
         self._drained_at: float | None = None
         """Time until which sessions are saved at the engine's end; None before the shutdown, 0 after the saving."""
         self._woken = False  # True to have vLLM run a step though there may be no request; cleared by the step
+        self._cancels = False  # True to have workers end transfers early
         self._weights: list[tuple[int, str]] | None = None
         """`weights_state` of each worker when the KV in the cold store was computed; None if unknown."""
+        self._has_new_weights = False  # True until the workers are told
+        self._was_called = False  # True if workers were called since the last `_heed_calls`, maybe to load weights
         self._is_unsure = False
         """True to compare weights before the next request: a load of weights or a reset of the cache was tried."""
-        self._drops = False
-        """True if the next request empties the cold store, because the caller of a pause has asked for this."""
-        self._found = set[str]()
-        """Ids of requests for which `Lookups` has called `found`, until `allocated`."""
-        self._was_called = False
-        """True if workers were called since the last `_heed_calls`. The call may have loaded weights."""
-        self._cancels = False  # True to have workers end transfers early
+        self._drops = False  # True if the next request empties the cold store, as the caller of a pause has asked
         self._calibrates = bool(settings(vllm_config).get(CALIBRATES))
-        self._has_left_out = False
-        """True if a step with a tenant's request was left out of the profile, and the log has said so."""
+        self._has_left_out = False  # True if the log has said that a step with a tenant's request made no profile
         self._candidate: Candidate | None = None
         """Profile (a codec's tables) made from requests' KV, until the guard uses its codec; None without a profile."""
         self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._wake)
@@ -277,7 +273,7 @@ class SchedulerHalf:
     # -- vLLM's local prefix cache; see `Lookups` ----------------------------------------------------
 
     def asker(self, request: Request) -> Asker | None:
-        """Return the owner for which the request may use lossy blocks, see `Marks.serves`; None if it may use none."""
+        """Return the asker for `Marks.serves`; None for a request that may use no lossy blocks."""
         return self.rechecks.asker(request.request_id) or self.driver.asker(request.request_id)
 
     def found(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
@@ -304,7 +300,7 @@ class SchedulerHalf:
     # -- requests -------------------------------------------------------------------------------------
 
     def new_request(self, request: Request) -> None:
-        if self.rechecks.began(request.request_id):
+        if request.request_id in self.rechecks:
             return
         hints, prompt, tail = hints_of(request), request.prompt_token_ids, None
         if prompt is not None:  # tail: the prompt's tokens behind its last full block
@@ -389,9 +385,9 @@ class SchedulerHalf:
             self._events.remember(request, usable)
         taken = sum(map(len, blocks.blocks))
         self.driver.admitted(request.request_id, resident, usable, taken, brought // self._block_size)
-        was_found = request.request_id in self._found  # False if a connector loads: vLLM caches the blocks later
-        self._found.discard(request.request_id)
-        if not was_found:
+        if request.request_id in self._found:
+            self._found.remove(request.request_id)
+        else:  # a connector loads, and vLLM caches the blocks later
             self.driver.hits(request.request_id, blocks.get_block_ids())
         if brought and (decoded := lossy_prefill_tokens(request.kv_transfer_params)):
             self._handed(request.request_id, blocks, decoded)
@@ -446,20 +442,21 @@ class SchedulerHalf:
     def finished(self, request: Request, blocks: int) -> dict[str, Any] | None:
         """Note a request's end. Return kv_transfer_params for its output. blocks: number of its main group's blocks."""
         self._resident.pop(request.request_id, None)
-        if self.rechecks.ended(request.request_id):
+        if request.request_id in self.rechecks:
             self.driver.finished(request.request_id, (), time.monotonic(), 0)
             if request.cache_salt:  # no other request can find these blocks
                 for group in self.groups.stored:
                     step = group.tokens // self.groups.hash_tokens
                     self.pool.release(group.index, request.block_hashes[step - 1 :: step])
             return None
+        self.rechecks.ended()
         self._requests.pop(request.request_id, None)
         if self.limit is not None and not self._requests:
             self.limit.rest()
         found = self.driver.found(request.request_id)
-        computed = min(blocks, request.num_computed_tokens // self._block_size)
-        computed = self.groups.deepest(self._entered(self._keys(request)[:computed]))
-        keys = self._keys(request)[:computed]
+        keys = self._keys(request)[: min(blocks, request.num_computed_tokens // self._block_size)]
+        computed = self.groups.deepest(self._entered(keys))
+        keys = keys[:computed]
         prompt_depth = self.groups.deepest(self.driver.usable(request.num_prompt_tokens))
         depths = dict.fromkeys((computed, min(computed, prompt_depth)))  # the same prompt may come again
         points = [
@@ -561,7 +558,7 @@ class SchedulerHalf:
         return metadata
 
     def _may_calibrate(self, tokens: int) -> bool:
-        """True if workers may take tokens of a step for a profile. tokens: number that vLLM computes in the step."""
+        """True if workers may make a profile of the KV of a step with `tokens` tokens."""
         if not self._calibrates or tokens < LEAST:
             return False
         has_tenants = any(map(tenant_of, self._requests.values()))
@@ -603,7 +600,7 @@ class SchedulerHalf:
         return self.driver.has_work or (self._events is not None and self._events.has_news)
 
     def _drains(self) -> bool:
-        """True while sessions are being saved at the engine's end, for tiers that outlive the engine."""
+        """True while sessions are being saved at the engine's end, in tiers that outlive the engine."""
         tiers, now = self.config.tiers, time.monotonic()
         if not (tiers.is_lasting and tiers.drain_s) or self.is_out_of_use or self._is_unsure:
             return False
@@ -620,7 +617,6 @@ class SchedulerHalf:
         return False
 
     def take_events(self) -> Sequence[KVCacheEvent]:
-        """Return KV events for the blocks saved and dropped since the last call."""
         return () if self._events is None else self._events.take()
 
     # -- resets and sleep -----------------------------------------------------------------------------
@@ -640,7 +636,6 @@ class SchedulerHalf:
         self.driver.halt(time.monotonic())
 
     def is_moving(self) -> bool:
-        """True while a transfer is under way."""
         return self.driver.is_moving
 
     def go_on(self, was_reset: bool) -> None:
@@ -661,7 +656,6 @@ class SchedulerHalf:
 
     @property
     def is_out_of_use(self) -> bool:
-        """True while the engine sleeps."""
         return self._core.is_asleep
 
     def paused(self, drops: bool) -> None:
@@ -720,7 +714,7 @@ class SchedulerHalf:
             if opened is not None:
                 opened.close()
 
-    # -- the rest -------------------------------------------------------------------------------------
+    # -- deadlines ------------------------------------------------------------------------------------
 
     def steered(self) -> None:
         """Have the engine run a step after a call of the HTTP API, such as a change of a session."""

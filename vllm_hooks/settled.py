@@ -51,10 +51,7 @@ AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
 
 
 def settle_codec(vllm_config: "VllmConfig") -> None:
-    """Choose codec and profile, and write them into the settings. Raises ConfigError.
-
-    A second call begins again from the codec as configured.
-    """
+    """Choose codec and profile from the configured codec, and write them into the settings. Raises ConfigError."""
     extra, model, parallel = settings(vllm_config), vllm_config.model_config, vllm_config.parallel_config
     asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
     if FAULT not in extra:
@@ -118,11 +115,7 @@ def _calibrates(vllm_config: "VllmConfig", codec: CodecConfig) -> str:
 
 @cache
 def kernel_fault() -> str:
-    """Return why kernels cannot be compiled for this machine's first GPU; empty if they can; SHARED if not needed.
-
-    The compiler runs in a separate process, because vLLM may fork its processes from this one, and a process that is
-    forked after a compilation cannot use CUDA.
-    """
+    """Return why kernels cannot be compiled for this machine's first GPU; empty if they can; SHARED if not needed."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
@@ -133,7 +126,10 @@ def kernel_fault() -> str:
 
 
 def _compiled(architecture: str) -> str:
-    """Compile an empty kernel in a separate process. Return the reason for a failure; empty for none."""
+    """Compile an empty kernel in a separate process. Return the reason for a failure; empty for none.
+
+    vLLM may fork its processes from this one, and a process that is forked after a compilation cannot use CUDA.
+    """
     command = [sys.executable, "-c", PROBE, architecture]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S)
@@ -158,10 +154,7 @@ def without_profile(asked: CodecConfig, why: str) -> CodecConfig:
 
 
 def settled_profile(vllm_config: "VllmConfig") -> Profile | None:
-    """Return the codec's profile; None without one.
-
-    Raises ConfigError if the file cannot be loaded, or has changed since `settle_codec`.
-    """
+    """Return the codec's profile, if any. Raises ConfigError for a bad file, or one changed since `settle_codec`."""
     extra = settings(vllm_config)
     if not (digest := extra.get(DIGEST)):
         return None

@@ -54,58 +54,42 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     names = [each.get("kv_connector") for each in entries(transfer)]
     strange = sorted(name for name in NOT_BESIDE if names.count(name) > (name == CONNECTOR))  # one entry is Manthan's
     hashes = hash_refusal(config.tiers, cache.prefix_caching_hash_algo, config.tenants)
-    refusals = [
-        (device not in DEVICES, f"vLLM runs on {device}; {' and '.join(DEVICES)} are supported"),
-        (device == "cpu" and on_device, "tiers.kind is device, but vLLM runs on the CPU: use host"),
-        (
-            not current_platform.is_cuda() and config.codec.backend == "cuda",
-            f"codec.backend is cuda, but vLLM runs on {current_platform.device_name}: use auto or numpy",
+    backend, on_cuda = config.codec.backend, current_platform.is_cuda()
+    has_strange_draft = has_draft(vllm_config) and speculative is not None and speculative.method not in DRAFTS
+    uncached_latents = model.use_mla and device == "cpu" and not cache.enable_prefix_caching
+    quantized_on_rocm = current_platform.is_rocm() and cache.cache_dtype not in PLAIN
+    no_headers = bool(config.tenants.header) and envs.VLLM_USE_RUST_FRONTEND
+    refusals = {
+        f"vLLM runs on {device}; {' and '.join(DEVICES)} are supported": device not in DEVICES,
+        "tiers.kind is device, but vLLM runs on the CPU: use host": device == "cpu" and on_device,
+        f"codec.backend is cuda, but vLLM runs on {current_platform.device_name}: use auto or numpy": backend == "cuda"
+        and not on_cuda,
+        "tiers.kind is device, but codec.backend numpy keeps blocks in RAM: use kind host, or codec.backend auto": (
+            on_device and backend == "numpy"
         ),
-        (
-            on_device and config.codec.backend == "numpy",
-            "tiers.kind is device, but codec.backend numpy keeps blocks in RAM: use kind host, or codec.backend auto",
+        "vLLM's CPU build switches prefix caching off for models with multi-head latent attention (MLA), such as "
+        f"{model.model}; serve it on a GPU, or without Manthan": uncached_latents,
+        f"{model.model} has no attention layers, but states only; {without}": model.is_attention_free,
+        f"{model.model} is an encoder-decoder model; {without}": model.is_encoder_decoder,
+        f"--kv-cache-dtype {cache.cache_dtype} was never tried on ROCm, whose fp8 may be of another kind; use auto": (
+            quantized_on_rocm
         ),
-        (
-            model.use_mla and device == "cpu" and not cache.enable_prefix_caching,
-            f"vLLM's CPU build switches prefix caching off for models with multi-head latent attention (MLA), such as "
-            f"{model.model}; serve it on a GPU, or without Manthan",
+        hashes: bool(hashes),
+        "prefix caching is off; remove --no-enable-prefix-caching": not cache.enable_prefix_caching,
+        f"--speculative-config has method {speculative and speculative.method}, whose draft's KV was never tried; "
+        f"use {', '.join(DRAFTS)}, or ngram": has_strange_draft,
+        f"tenants.header is {config.tenants.header}, but VLLM_USE_RUST_FRONTEND is set, and that front end hands "
+        "no headers on; unset one of the two": no_headers,
+        f"kv_role of {transfer.kv_connector} is {transfer.kv_role}, but Manthan loads KV on every side: use "
+        "kv_both, and name the role of any further connector in its own entry": transfer.kv_role != "kv_both",
+        f"--kv-transfer-config names {', '.join(strange)} together with Manthan: leave that out": bool(strange),
+        f"kv_load_failure_policy of {transfer.kv_connector} is {transfer.kv_load_failure_policy}: set it to "
+        "recompute, so that a lost block costs time and not the request": (
+            transfer.kv_load_failure_policy != "recompute"
         ),
-        (model.is_attention_free, f"{model.model} has no attention layers, but states only; {without}"),
-        (model.is_encoder_decoder, f"{model.model} is an encoder-decoder model; {without}"),
-        (
-            current_platform.is_rocm() and cache.cache_dtype not in PLAIN,
-            f"--kv-cache-dtype {cache.cache_dtype} was never tried on ROCm, whose fp8 may be of another kind; use auto",
-        ),
-        (bool(hashes), hashes),
-        (not cache.enable_prefix_caching, "prefix caching is off; remove --no-enable-prefix-caching"),
-        (
-            speculative is not None and speculative.method not in DRAFTS and has_draft(vllm_config),
-            f"--speculative-config has method {speculative and speculative.method}, whose draft's KV was never tried; "
-            f"use {', '.join(DRAFTS)}, or ngram",
-        ),
-        (
-            bool(config.tenants.header) and envs.VLLM_USE_RUST_FRONTEND,
-            f"tenants.header is {config.tenants.header}, but VLLM_USE_RUST_FRONTEND is set, and that front end hands "
-            "no headers on; unset one of the two",
-        ),
-        (
-            transfer.kv_role != "kv_both",
-            f"kv_role of {transfer.kv_connector} is {transfer.kv_role}, but Manthan loads KV on every side: use "
-            "kv_both, and name the role of any further connector in its own entry",
-        ),
-        (
-            bool(strange),
-            f"--kv-transfer-config names {', '.join(strange)} together with Manthan: leave that out",
-        ),
-        (
-            transfer.kv_load_failure_policy != "recompute",
-            f"kv_load_failure_policy of {transfer.kv_connector} is {transfer.kv_load_failure_policy}: set it to "
-            "recompute, so that a lost block costs time and not the request",
-        ),
-    ]
-    for refused, why in refusals:
-        if refused:
-            raise UnsupportedError(f"Manthan cannot be used here: {why}.")
+    }
+    if why := next((reason for reason, is_refused in refusals.items() if is_refused), ""):
+        raise UnsupportedError(f"Manthan cannot be used here: {why}.")
 
 
 def check_version(version: str) -> None:
