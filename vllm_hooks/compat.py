@@ -51,8 +51,7 @@ T = TypeVar("T")
 PARAMS = "kv_transfer_params"
 """Key of `SamplingParams.extra_args` whose value has the client's hints, such as to pin a session (conversation)."""
 HALT_S = 2.0  # most seconds that a reset of the prefix cache waits for transfers to end
-PAUSE_S = 1e-3
-"""Seconds between two steps of a reset if the caller steps the engine, so that transfer threads can run."""
+PAUSE_S = 1e-3  # seconds between two steps of a reset if the caller steps the engine, so that transfer threads can run
 LOADS = ("load_model", "reload_weights", "update_weights", "finish_weight_update")
 """Methods of workers that change weights. Some do so without a call of the model's `load_weights`."""
 HARMLESS = (
@@ -250,10 +249,8 @@ class Core:
 
         self._half = half
         self._tell = functools.partial(half.ask, otherwise=None)
-        self.is_halting = False
-        """True while a reset waits for transfers to end."""
-        self.is_pausing = False
-        """True while vLLM resets the prefix cache because the engine is paused."""
+        self.is_halting = False  # True while a reset waits for transfers to end
+        self.is_pausing = False  # True while vLLM resets the prefix cache because the engine is paused
         core: Any = under_construction(EngineCore)
         self._core = core
         self._inputs: queue.Queue[Any] | None = core.input_queue if isinstance(core, EngineCoreProc) else None

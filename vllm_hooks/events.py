@@ -39,8 +39,7 @@ PLACES = {
     "redis": (MEDIUM_STORAGE, Locality.REMOTE),
 }
 """Medium and locality in all of an engine's events, by the name of the engine's slowest tier."""
-OWNER = "manthan"
-"""Value of `ownership` in events, because blocks of further connectors may have the same medium."""
+OWNER = "manthan"  # value of `ownership` in events, because blocks of further connectors may have the same medium
 Source = tuple[int | None, str | None, str | None, str | None]
 """Id and name of a request's LoRA adapter, the request's session id, and the session's parent."""
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from manthan.vllm_hooks.groups import Groups, KvCacheGroup
 
 
-MOST_PARTS = 16
-"""Most ranks in a stage of another engine whose blocks this engine looks for."""
+MOST_PARTS = 16  # most ranks in a stage of another engine whose blocks this engine looks for
 
 
 class Sharding(NamedTuple):

@@ -33,17 +33,13 @@ EVERY = 1 << 40
 class StoredAs(StrEnum):
     """Form in which a KV cache group's blocks are stored."""
 
-    CODED = "coded"
-    """By a codec, if codecs know the layers' layout; else as bytes."""
+    CODED = "coded"  # by a codec, if codecs know the layers' layout; else as bytes
     BYTES = "bytes"
-    NOTHING = "nothing"
-    """Not stored, because vLLM does not look for such blocks in the prefix cache."""
-    REFUSED = "refused"
-    """Not stored, although requests need the blocks: the engine's start fails with UnsupportedError."""
+    NOTHING = "nothing"  # not stored, because vLLM does not look for such blocks in the prefix cache
+    REFUSED = "refused"  # not stored, although requests need the blocks: the engine's start fails with UnsupportedError
 
 
-Coded: TypeAlias = tuple[int, Scales | None]
-"""Layout that codecs know: `latent` and `scales` of `KvCacheGroup`."""
+Coded: TypeAlias = tuple[int, Scales | None]  # layout that codecs know: `latent` and `scales` of `KvCacheGroup`
 
 
 class SpecEntry(NamedTuple):

@@ -21,13 +21,11 @@ class ManthanMetadata(KVConnectorMetadata):
 
     place: str | None = None
     """Argument for `Tier.cleared`, by which workers drop all earlier compressed blocks; None to drop none."""
-    has_new_weights: bool = False
-    """True if weights have changed, or may have, since the last step."""
+    has_new_weights: bool = False  # True if weights have changed, or may have, since the last step
     drops: Sequence[BlocksDropped | BlocksTrimmed] = ()
     stores: Sequence[Transfer] = ()
     loads: Sequence[Transfer] = ()
-    tokens: int = 0
-    """Number of tokens that the model computes in this step."""
+    tokens: int = 0  # number of tokens that the model computes in this step
     failed: dict[str, Sequence[int]] = field(default_factory=dict)
     """By request id, ids of blocks to report to vLLM as failed: vLLM waits for loads of them that never begin."""
     cancels: bool = False
@@ -58,8 +56,7 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
     measured: dict[int, int] = field(default_factory=dict)
     """By rank, number of blocks that the guard has measured before its first verdict, if the number has changed."""
     candidate: Candidate | None = None
-    errors: list[str] = field(default_factory=list)
-    """Names of the worker half's methods that raised an exception."""
+    errors: list[str] = field(default_factory=list)  # names of the worker half's methods that raised an exception
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ManthanWorkerMetadata":
         assert isinstance(other, ManthanWorkerMetadata)

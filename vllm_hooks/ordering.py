@@ -22,8 +22,7 @@ a second in steps of 0.025 s, 19,000 in steps of 0.05 s, 24,000 in steps with vL
 """
 LEAST_TOKENS = 1024
 """Least limit of a step's tokens, unless vLLM's is lower. From smaller steps the time of a token is not estimated."""
-DECAY = 0.8
-"""Factor on sums of earlier steps' seconds and tokens, at each further step."""
+DECAY = 0.8  # factor on sums of earlier steps' seconds and tokens, at each further step
 
 
 class _Entry(NamedTuple):
@@ -53,8 +52,7 @@ class ReturnsFirstQueue(RequestQueue):
         self._entries: dict[str, _Entry] = {}
         self._to_compute: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._front, self._back = count(-1, -1), count()
-        self._latest = -inf
-        """Latest arrival time among the requests that vLLM has taken from the queue."""
+        self._latest = -inf  # latest arrival time among the requests that vLLM has taken from the queue
         self._looked_at: tuple[str, int] | None = None
         """Id of the request that `peek_request` last returned, and free blocks then; None once vLLM has taken it."""
         self._too_large, self._free_then = set[str](), 0

@@ -25,16 +25,11 @@ from manthan.vllm_hooks.queries import METHOD
 
 logger = init_logger("vllm.manthan")
 
-EVERY = 1000
-"""Mean number of ended requests with a lossy restore for each one that is remembered."""
-QUIET_S = 5.0
-"""Least seconds since the end of the last request before a recheck."""
-ASK_S = 5.0
-"""Seconds after which an API server asks the engine cores again."""
-TOP = 20
-"""Number of next tokens, the likeliest of each computation, whose probabilities are compared."""
-TINY = 1e-9
-"""Least probability, against division by 0."""
+EVERY = 1000  # mean number of ended requests with a lossy restore for each one that is remembered
+QUIET_S = 5.0  # least seconds since the end of the last request before a recheck
+ASK_S = 5.0  # seconds after which an API server asks the engine cores again
+TOP = 20  # number of next tokens, the likeliest of each computation, whose probabilities are compared
+TINY = 1e-9  # least probability, against division by 0
 LOSSY, EXACT = "lossy", "exact"
 
 

@@ -193,12 +193,10 @@ class SchedulerHalf:
         self._requests: dict[str, Request] = {}
         self._waiting: ReturnsFirstQueue | None = None
         """Manthan's queue of the scheduler's waiting requests; None if the scheduler still has vLLM's own queue."""
-        self.limit: StepLimit | None = None
-        """Limits on a step's tokens; None if only vLLM's own limits apply."""
+        self.limit: StepLimit | None = None  # limits on a step's tokens; None if only vLLM's own limits apply
         self._resident: dict[str, int] = {}
         """By id of a request that `match` has answered and that has no blocks yet, number of its resident blocks."""
-        self._found = set[str]()
-        """Ids of requests for which `Lookups` has called `found`, until `allocated`."""
+        self._found = set[str]()  # ids of requests for which `Lookups` has called `found`, until `allocated`
         self._place: str | None = None
         """Argument for `Tier.cleared` after a reset, until the workers are told; None without a reset."""
         self._deadline = inf

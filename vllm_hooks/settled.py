@@ -31,10 +31,8 @@ CALIBRATES = "manthan_profile_to_make"
 """Keys in the settings that vLLM hands to its processes. Values: the codec as configured; the digest of the chosen
 codec's profile; why kernels are not used; and the path of a profile to make from prompts. The last three may be empty.
 """
-PROBE_S = 60.0
-"""Most seconds to compile a kernel, to see if the compiler works."""
-SHARED = "this GPU shares the CPU's memory"
-"""Reason to encode on the CPU, so that the model has the GPU alone."""
+PROBE_S = 60.0  # most seconds to compile a kernel, to see if the compiler works
+SHARED = "this GPU shares the CPU's memory"  # reason to encode on the CPU, so that the model has the GPU alone
 PROBE = f"""
 import sys
 try:

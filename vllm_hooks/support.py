@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
 
 DEVICES = ("cpu", "cuda")
-VLLM = ">=0.32,<0.34"
-"""Releases of vLLM whose private parts Manthan knows; see docs/compatibility.md."""
+VLLM = ">=0.32,<0.34"  # releases of vLLM whose private parts Manthan knows; see docs/compatibility.md
 RELEASES = ("0.32", "0.33")
 DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")
 """Methods of --speculative-config with a draft whose KV Manthan stores together with the model's KV."""
@@ -22,14 +21,12 @@ NOT_BESIDE = {CONNECTOR, "DecodeBenchConnector", "HiSparseConnector", SEVERAL}
 
 DecodeBenchConnector fills the cache with made-up KV, and HiSparseConnector keeps KV outside of vLLM's blocks.
 """
-PLAIN = ("auto", "bfloat16", "float16", "float32")
-"""Values of --kv-cache-dtype for caches that are not quantized."""
+PLAIN = ("auto", "bfloat16", "float16", "float32")  # values of --kv-cache-dtype for caches that are not quantized
 E4M3 = "fp8_e4m3"
 FP8 = {"fp8": Dtype.FLOAT8_E4M3, E4M3: Dtype.FLOAT8_E4M3, "fp8_e5m2": Dtype.FLOAT8_E5M2}
 """Dtypes of one byte, by --kv-cache-dtype. Codecs ignore a layer's scale, because the scale never changes while the
 engine runs."""
-DS_MLA = "fp8_ds_mla"
-"""--kv-cache-dtype of latents (MLA) in fp8, for which the cache has scales of each token."""
+DS_MLA = "fp8_ds_mla"  # --kv-cache-dtype of latents (MLA) in fp8, for which the cache has scales of each token
 
 
 class UnsupportedError(ConfigError):

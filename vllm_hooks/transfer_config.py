@@ -18,10 +18,8 @@ CONNECTOR_MODULE = "manthan.vllm_hooks.connector"
 EXTRA_KEY = "manthan"
 ABORTS_KEY = "manthan_aborts_at_shutdown"
 """Key of `settings`. Its value is True if Manthan has set shutdown_timeout, and requests must still end at SIGTERM."""
-END_S = 5
-"""Seconds that vLLM's engine gets to end, in addition to `tiers.drain_s` for saving sessions."""
-SOURCES_KEY = "manthan_sources"
-"""Key of `settings` for the sources of Manthan's values; see `resolve.Resolved`."""
+END_S = 5  # seconds that vLLM's engine gets to end, in addition to `tiers.drain_s` for saving sessions
+SOURCES_KEY = "manthan_sources"  # key of `settings` for the sources of Manthan's values; see `resolve.Resolved`
 SEVERAL = "MultiConnector"
 """vLLM's connector that combines several connectors, whose settings are under the key ENTRIES of its extra config."""
 ENTRIES = "connectors"
