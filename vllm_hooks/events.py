@@ -45,15 +45,12 @@ Source = tuple[int | None, str | None, str | None, str | None]
 
 
 class Note(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Facts of a block for an event. parent: hash of the previous block; None for the first block.
+    """Facts of a block for an event."""
 
-    tokens: ids of the block's tokens. extra_keys: as in vLLM's events. source: of the request that first had the block.
-    """
-
-    parent: bytes | None
-    tokens: list[int]
-    extra_keys: list[Any] | None
-    source: Source
+    parent: bytes | None  # hash of the previous block; None for the first block
+    tokens: list[int]  # ids
+    extra_keys: list[Any] | None  # as in vLLM's events
+    source: Source  # of the request that first had the block
 
 
 class BlockStoredWithParent(BlockStored, tag="BlockStored"):

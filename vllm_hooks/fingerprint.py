@@ -33,16 +33,14 @@ MOST_PARTS = 16  # most ranks in a stage of another engine whose blocks this eng
 
 
 class Sharding(NamedTuple):
-    """Division of blocks among an engine's ranks: `ranks` in each of `stages` pipeline stages.
+    """Division of blocks among an engine's ranks."""
 
-    parts: number of different shards in a stage; each is on `copies` consecutive ranks. heads: number of the model's KV
-    heads; 1 if all ranks of a stage have the same shard; 0 if only engines with as many ranks can read the blocks.
-    """
-
-    stages: int = 1
-    ranks: int = 1
-    parts: int = 1
+    stages: int = 1  # pipeline stages
+    ranks: int = 1  # in each stage
+    parts: int = 1  # number of different shards in a stage; each is on `copies` consecutive ranks
     heads: int = 0
+    """Number of the model's KV heads; 1 if all ranks of a stage have the same shard; 0 if only engines with as many
+    ranks can read the blocks."""
 
     @classmethod
     def of(cls, vllm_config: "VllmConfig", groups: "Groups") -> "Sharding":

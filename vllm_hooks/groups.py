@@ -43,11 +43,9 @@ Coded: TypeAlias = tuple[int, Scales | None]  # layout that codecs know: `latent
 
 
 class SpecEntry(NamedTuple):
-    """Storage of the groups whose specs are of one class.
+    """Storage of the groups whose specs are of one class. Each of `layouts` returns the layout if a codec knows it.
 
     reach: takes a spec, and returns the number of last tokens whose KV a layer reads for a token, that token included.
-    layouts: functions that take a spec, the name of the dtype, and the model's latents (MLA). Each returns the layout
-    if a codec knows it, else None.
     """
 
     stored: StoredAs
@@ -140,35 +138,20 @@ ALONE = Context()
 
 @dataclass(frozen=True)
 class KvCacheGroup:
-    """KV cache group that is stored.
+    """KV cache group that is stored. A codec encodes the numbers of coded layers. Other layers are kept as bytes."""
 
-    Coded layers are layers whose numbers a codec encodes. All other layers are stored as bytes.
-
-    Args:
-        index: index among vLLM's groups.
-        spec: vLLM's spec of the coded layers; of the first layer if there are none.
-        layers: number of coded layers, or of all layers if there are none. names: names of these layers.
-        cache_dtype: dtype of the numbers, as in --kv-cache-dtype; for a state, dtypes and shapes of the tensors.
-        layer_nbytes: if all layers are stored as bytes, number of bytes of a block in each layer; else empty.
-        latent: count of numbers of a token's latent in a layer (MLA); 0 for keys and values.
-        context: decode context parallelism.
-        opaque: group of bytes in the same compressed blocks: layers that are not coded, and scales behind the states of
-            a block; None if there are none.
-        scales: position of the scales if latents are in fp8 with scales; else None.
-        starts: for each layer, offset of the `layer_nbytes` bytes in the layer's block; empty if all offsets are 0.
-    """
-
-    index: int
-    spec: Any
-    layers: int
-    names: Sequence[str] = ()
-    cache_dtype: str = "auto"
-    layer_nbytes: tuple[int, ...] = ()
-    latent: int = 0
+    index: int  # among vLLM's groups
+    spec: Any  # vLLM's spec of the coded layers; of the first layer if there are none
+    layers: int  # number of coded layers, or of all layers if there are none
+    names: Sequence[str] = ()  # of these layers
+    cache_dtype: str = "auto"  # of the numbers, as in --kv-cache-dtype; of a state, dtypes and shapes of the tensors
+    layer_nbytes: tuple[int, ...] = ()  # bytes of a block in each layer, if all layers are kept as bytes; else empty
+    latent: int = 0  # count of numbers of a token's latent in a layer (MLA); 0 for keys and values
     context: Context = ALONE
     opaque: "KvCacheGroup | None" = None
-    scales: Scales | None = None
-    starts: tuple[int, ...] = ()
+    """Group of bytes in the same compressed blocks: layers that are not coded, and scales behind a block's states."""
+    scales: Scales | None = None  # position of the scales if latents are in fp8 with scales
+    starts: tuple[int, ...] = ()  # by layer, offset of the `layer_nbytes` bytes in a block; empty if all offsets are 0
 
     @property
     def states(self) -> int:
@@ -237,13 +220,10 @@ class Part(NamedTuple):
 
 
 class PointGroup(NamedTuple):
-    """Group with blocks that are stored for resume points only: any group but a main group with full attention.
-
-    reach: see `SpecEntry`; 1 for states.
-    """
+    """Group with blocks that are stored for resume points only: any group but a main group with full attention."""
 
     group: KvCacheGroup
-    reach: int
+    reach: int  # see `SpecEntry`; 1 for states
 
     def needed(self, tokens: int) -> Iterator[Part]:
         """Yield the blocks that a resume point at `tokens` tokens needs. vLLM allocates the same blocks for a load."""
@@ -253,23 +233,14 @@ class PointGroup(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """KV cache groups of a model.
+    """KV cache groups of a model."""
 
-    Args:
-        main: group whose block hashes make up sessions. It is also in `at_points` if no group has full attention.
-        at_points: groups with blocks that are stored for resume points only.
-        again: number of blocks at the end of a prefix cache hit that vLLM computes again: 1 for some drafts, else 0.
-        unstored: for each group that is not stored, the number of tokens in a block.
-        replicas: number of consecutive tensor-parallel ranks that have the same blocks, as with latents (MLA).
-        unit: number of tokens between two of vLLM's hashes; None for the greatest common divisor of stored block sizes.
-    """
-
-    main: KvCacheGroup
-    at_points: Sequence[PointGroup] = ()
-    again: int = 0
-    unstored: Sequence[int] = ()
-    replicas: int = 1
-    unit: int | None = None
+    main: KvCacheGroup  # its block hashes make up sessions; also in `at_points` if no group has full attention
+    at_points: Sequence[PointGroup] = ()  # groups with blocks that are stored for resume points only
+    again: int = 0  # number of blocks at the end of a prefix cache hit that vLLM computes again: 1 for some drafts
+    unstored: Sequence[int] = ()  # for each group that is not stored, the number of tokens in a block
+    replicas: int = 1  # number of consecutive tensor-parallel ranks that have the same blocks, as with latents (MLA)
+    unit: int | None = None  # tokens between two of vLLM's hashes; None for the gcd of stored block sizes
 
     @property
     def is_whole(self) -> bool:

@@ -34,16 +34,12 @@ MOST = 0xFFFF  # largest dimension in a compressed block's header
 
 
 class Shards(NamedTuple):
-    """Ranks of an engine, each with a shard (its part) of a block. can_trim: True if tiers can cut refinements off.
-
-    room: takes the bytes of a compressed shard, and returns the bytes that the shard takes of a tier's budget. copies:
-    number of consecutive ranks with the same shard, which only the first of them stores.
-    """
+    """Ranks of an engine, each with a shard (its part) of a block."""
 
     ranks: int
-    room: Callable[[int], int] = room
-    can_trim: bool = True
-    copies: int = 1
+    room: Callable[[int], int] = room  # bytes that a compressed shard takes of a tier's budget, by the shard's bytes
+    can_trim: bool = True  # True if tiers can cut refinements off
+    copies: int = 1  # number of consecutive ranks with the same shard, which only the first of them stores
 
     @property
     def stored(self) -> int:

@@ -37,22 +37,20 @@ class ManthanMetadata(KVConnectorMetadata):
 
 
 class Candidate(NamedTuple):
-    """Profile of a codec, made from the KV of requests. path: its file. shape: sizes of blocks in that codec."""
+    """Profile of a codec, made from the KV of requests."""
 
-    path: Path
-    shape: MemoryShape
+    path: Path  # its file
+    shape: MemoryShape  # sizes of blocks in that codec
 
 
 @dataclass
 class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
     """Message from a worker half to the scheduler half, with news since the last step. vLLM joins all ranks'."""
 
-    results: list[TransferResult] = field(default_factory=list)
-    """Results of ended transfers, one for each transfer and rank."""
+    results: list[TransferResult] = field(default_factory=list)  # one for each ended transfer and rank
     gathered: list[int] = field(default_factory=list)
     """Ids of stores whose blocks a rank has read, so that the pool may reuse them. No id comes after the result."""
-    verdicts: list[Verdict] = field(default_factory=list)
-    """Newest measurements of the codecs' errors by each rank's guard."""
+    verdicts: list[Verdict] = field(default_factory=list)  # newest measurements of the codecs' errors by each guard
     measured: dict[int, int] = field(default_factory=dict)
     """By rank, number of blocks that the guard has measured before its first verdict, if the number has changed."""
     candidate: Candidate | None = None

@@ -34,15 +34,12 @@ LOSSY, EXACT = "lossy", "exact"
 
 
 class Restore(NamedTuple):
-    """Restore to recheck. hashes: of the prompt's first blocks, which must still be in the prefix cache.
-
-    least: number of these blocks' tokens.
-    """
+    """Restore to recheck."""
 
     prompt: Sequence[int]
-    asker: Asker
-    hashes: Sequence[bytes]
-    least: int
+    asker: Asker  # the restored request's, by which lossy blocks may serve the recheck
+    hashes: Sequence[bytes]  # of the prompt's first blocks, which must still be in the prefix cache
+    least: int  # number of these blocks' tokens
 
 
 class Rechecks:

@@ -112,13 +112,10 @@ def hash_refusal(store: TiersConfig, algorithm: str, tenants: TenantsConfig) -> 
 
 
 class Latents(NamedTuple):
-    """Count of a token's numbers in one layer of a model with latents (MLA); 0 for a model with keys and values.
+    """Count of a token's numbers in one layer of a model with latents (MLA); 0 for a model with keys and values."""
 
-    numbers: of the latent. turned: of the part of the key that RoPE turns.
-    """
-
-    numbers: int = 0
-    turned: int = 0
+    numbers: int = 0  # of the latent
+    turned: int = 0  # of the part of the key that RoPE turns
 
     @classmethod
     def of(cls, vllm_config: "VllmConfig") -> Self:
