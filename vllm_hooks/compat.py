@@ -105,13 +105,12 @@ def method(made: Callable[..., T]) -> Callable[..., T]:
 def extend_engine_args(
     add_flags: "Callable[[FlexibleArgumentParser], FlexibleArgumentParser]",
     read_flags: "Callable[[argparse.Namespace], None]",
-    precheck: "Callable[[EngineArgs, bool], None]",
-    check: "Callable[[VllmConfig, bool], None]",
+    configure: "Callable[[EngineArgs, Callable[[], VllmConfig], bool], VllmConfig]",
 ) -> None:
-    """Add flags to vLLM's command line, and check each engine's arguments and configuration before any process starts.
+    """Add flags to vLLM's command line, and have each engine's configuration made by `configure`.
 
-    read_flags: may change the parsed arguments. precheck, check: also take True if the arguments are from a command
-    line.
+    read_flags: may change the parsed arguments. configure: takes an engine's arguments, vLLM's function that makes the
+    configuration, and True for arguments from a command line.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -122,11 +121,8 @@ def extend_engine_args(
         return engine_args
 
     def create(create_engine_config: Any, self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        from_command_line = hasattr(self, "manthan_from_command_line")
-        precheck(self, from_command_line)
-        vllm_config = create_engine_config(self, *args, **kwargs)
-        check(vllm_config, from_command_line)
-        return vllm_config
+        make = functools.partial(create_engine_config, self, *args, **kwargs)
+        return configure(self, make, hasattr(self, "manthan_from_command_line"))
 
     name = "vllm.engine.arg_utils.EngineArgs"
     wrap(f"{name}.add_cli_args", EngineArgs, lambda add, parser: add_flags(add(parser)), staticmethod)

@@ -184,10 +184,8 @@ class KvEvents:
         changed, self._changed = self._changed, {}
         gone, self._gone = self._gone, set()
         removed = [name for name, position in changed.items() if position is None and name in gone]
-        saved = sorted(  # heads before tails
-            (name[0], position, name) for name, position in changed.items() if position is not None
-        )
-        names = [name for _, _, name in saved]
+        saved = [(name[0], position, name) for name, position in changed.items() if position is not None]
+        names = [name for _, _, name in sorted(saved)]  # heads before tails
         rows, stored = self._rows(names), list[tuple[BlockName, int, Note]]()
         for name, row, note in zip(names, rows.tolist(), self._notes_of(names), strict=True):
             if row >= 0 and name in gone:  # dropped and saved again
@@ -205,16 +203,17 @@ class KvEvents:
         groups: dict[int, list[ExternalBlockHash]] = {}
         for group, block_hash in removed:
             groups.setdefault(group, []).append(_told_hash(block_hash))
-        told_gone = [
-            BlockRemoved(hashes, self._medium, group, self._locality, OWNER) for group, hashes in groups.items()
-        ]
-        return [*told_gone, *self._stored(told)]
+        dropped = groups.items()
+        gone_events = [BlockRemoved(hashes, self._medium, group, self._locality, OWNER) for group, hashes in dropped]
+        return [*gone_events, *self._stored(told)]
 
     def _all_told(self) -> list[BlockName]:
         """Return all blocks told by BlockStored and not by BlockRemoved, heads before tails."""
         rows = np.nonzero(self._told)[0].astype(np.int32)
         rows = rows[np.argsort(self._blocks.depth[rows], kind="stable")]
-        return list(zip(self._blocks.group[rows].tolist(), self._blocks.hashes(rows), strict=True))
+        groups = self._blocks.group[rows]
+        groups[groups == self._session_group] = self._main
+        return list(zip(groups.tolist(), self._blocks.hashes(rows), strict=True))
 
     def event(self, name: BlockName, medium: str) -> BlockStored | None:
         """Return BlockStored for a block in this medium; None if the block has no note."""

@@ -5,7 +5,7 @@ Unsupported models and settings are refused when vLLM makes the engine's configu
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ def register() -> None:
 
     with suppress(ValueError):  # registered before
         KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
-    extend_engine_args(add_flags, read_flags, precheck, check)
+    extend_engine_args(add_flags, read_flags, configure)
     watch_models(watch)
 
 
@@ -75,25 +75,21 @@ def read_flags(args: argparse.Namespace) -> None:
         args.middleware = [*middleware, MIDDLEWARE]
 
 
-def precheck(arguments: "EngineArgs", from_command_line: bool) -> None:
-    """Refuse --kv-offloading-size, by which vLLM would replace Manthan. Errors and `from_command_line`: see `check`."""
-    if (size := arguments.kv_offloading_size) is None or not is_on(arguments):
-        return
-    with one_sentence(from_command_line):
-        raise UnsupportedError(
-            f"Manthan cannot be used here: --kv-offloading-size is {size:g}, which replaces Manthan by vLLM's "
-            "offloading; remove it, or name OffloadingConnector in --kv-transfer-config."
-        )
+def configure(arguments: "EngineArgs", make: "Callable[[], VllmConfig]", from_command_line: bool) -> "VllmConfig":
+    """Return an engine's configuration, as vLLM's `make` returns it, with codec and memory settled for Manthan.
 
-
-def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
-    """Refuse unsupported models and settings, choose the codec, and set memory aside, before vLLM starts processes.
-
-    vllm_config: changed here. from_command_line: True to end the program with one sentence, False to raise ConfigError.
+    Unsupported models and settings are refused before vLLM starts processes: with ConfigError, or, from a command line,
+    by ending the program with one sentence.
     """
-    if not is_on(vllm_config):
-        return
     with one_sentence(from_command_line):
+        if (size := arguments.kv_offloading_size) is not None and is_on(arguments):
+            raise UnsupportedError(
+                f"Manthan cannot be used here: --kv-offloading-size is {size:g}, which replaces Manthan by vLLM's "
+                "offloading; remove it, or name OffloadingConnector in --kv-transfer-config."
+            )
+        vllm_config = make()
+        if not is_on(vllm_config):
+            return vllm_config
         complete(vllm_config)
         check_supported(vllm_config)
         settle_codec(vllm_config)
@@ -106,6 +102,7 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         set_gpu_memory_aside(vllm_config)
         leave_time_to_drain(vllm_config)
     before_engine(checked)
+    return vllm_config
 
 
 def add_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
