@@ -7,7 +7,7 @@ tokens. This module takes the tokens from requests.
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,12 +25,10 @@ from vllm.v1.request import Request
 
 from manthan.manager.events import BlocksDropped, BlocksSaved, Event
 from manthan.manager.pool import BlockName
+from manthan.manager.session.blocks import Rows
 from manthan.manager.session.manager import SessionManager
+from manthan.vllm_hooks.groups import Groups, Part
 from manthan.vllm_hooks.http.hints import tenant_of
-
-if TYPE_CHECKING:
-    from manthan.manager.session.blocks import Rows
-    from manthan.vllm_hooks.groups import Groups, Part
 
 PLACES = {
     "host": (MEDIUM_CPU, Locality.LOCAL),
@@ -69,7 +67,7 @@ class KvEvents:
     large as the main group's have the same hashes, and use the main group's notes. place: name of the slowest tier.
     """
 
-    def __init__(self, manager: SessionManager, groups: "Groups", kv_cache_config: KVCacheConfig, place: str) -> None:
+    def __init__(self, manager: SessionManager, groups: Groups, kv_cache_config: KVCacheConfig, place: str) -> None:
         self._blocks, self._table, self._groups = manager.blocks, manager.table, groups
         self._main, self._session_group = groups.main.index, manager.shape.session_group
         self._medium, locality = PLACES[place]
@@ -102,7 +100,7 @@ class KvEvents:
                 self._gone.update(compress(names, self._told[rows].tolist()))
                 self._told[rows] = False
 
-    def _rows(self, names: "Sequence[BlockName]") -> "Rows":
+    def _rows(self, names: Sequence[BlockName]) -> Rows:
         """Return each block's row, -1 for a block without a row. Have an element in each array for each row."""
         if (more := len(self._blocks.group) + 1 - len(self._told)) > 0:
             self._told = np.append(self._told, np.zeros(more, np.bool_))
@@ -112,7 +110,7 @@ class KvEvents:
 
     # -- notes ----------------------------------------------------------------------------------------
 
-    def packed(self, names: "Sequence[BlockName]") -> list[bytes]:
+    def packed(self, names: Sequence[BlockName]) -> list[bytes]:
         """Return the note of each block as msgpack, for a disk's journal; empty for a block without a note."""
         rows = self._rows([self._noted(name) for name in names])
         found: list[bytes] = self._notes[rows].tolist()
@@ -133,13 +131,13 @@ class KvEvents:
         is_as_large = self._specs[name[0]].block_size == self._specs[self._main].block_size
         return (self._main, name[1]) if is_as_large else name
 
-    def _notes_of(self, names: "Sequence[BlockName]") -> list[Note | None]:
+    def _notes_of(self, names: Sequence[BlockName]) -> list[Note | None]:
         return [msgspec.msgpack.decode(note, type=Note) if note else None for note in self.packed(names)]
 
-    def _freed(self, rows: "Rows") -> None:
+    def _freed(self, rows: Rows) -> None:
         self._notes[rows[rows < len(self._notes)]] = b""
 
-    def remember(self, request: Request, blocks: int, parts: "Iterable[Part]" = ()) -> None:
+    def remember(self, request: Request, blocks: int, parts: Iterable[Part] = ()) -> None:
         """Note facts for events about some of the request's blocks: those with a row in Manthan's BlockTable.
 
         blocks: number of first blocks of the main group. parts: blocks of other groups that the session needs to go on.
@@ -174,7 +172,7 @@ class KvEvents:
         tokens = list(request.all_token_ids[first:end])
         return Note(parent, tokens, list(told[0] or ()) if told else None, source)
 
-    def _hash_at(self, request: Request, end: int) -> "BlockHash":
+    def _hash_at(self, request: Request, end: int) -> BlockHash:
         return request.block_hashes[end // self._groups.hash_tokens - 1]
 
     # -- events ---------------------------------------------------------------------------------------

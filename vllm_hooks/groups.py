@@ -8,7 +8,17 @@ import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+from vllm.config import CacheConfig, VllmConfig
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MambaSpec,
+    SparseCacheRole,
+)
 
 from manthan.codec.block import Scales
 from manthan.codec.gpu.paged import DTYPES
@@ -18,10 +28,6 @@ from manthan.vllm_hooks.compat import manager_of
 from manthan.vllm_hooks.settled import AS_THEY_ARE
 from manthan.vllm_hooks.support import DS_MLA, E4M3, FP8, Latents, UnsupportedError, blocks_computed_again, is_packed
 from manthan.vllm_hooks.transfer_config import from_vllm_config
-
-if TYPE_CHECKING:
-    from vllm.config import CacheConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 NO_LATENTS = Latents()
 UNIT = 16
@@ -63,8 +69,6 @@ def _keys_and_values(spec: Any, dtype: str, latents: Latents) -> Coded | None:
 
 def _latents(spec: Any, dtype: str, latents: Latents) -> Coded | None:
     """Return the layout of MLA: for each token a latent, then the key's part with RoPE, in the spec's dtype or fp8."""
-    from vllm.v1.kv_cache_interface import SparseCacheRole
-
     nbytes = spec.block_size * spec.head_size * spec.dtype.itemsize
     is_known = spec.dtype.itemsize == 1 if dtype in FP8 else spec.dtype in DTYPES
     is_index = getattr(spec, "cache_role", None) is SparseCacheRole.INDEXER
@@ -113,7 +117,7 @@ SPECS: Mapping[str, SpecEntry] = {
 """Entries by the name of vLLM's class of specs. Names, because no release has all classes."""
 
 
-def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
+def entry_of(spec: KVCacheSpec) -> SpecEntry | None:
     """Return the entry of the spec's class, or else of the nearest base class that has one; None without any."""
     names = [each.__name__ for each in type(spec).__mro__]
     found = next((SPECS[name] for name in names if name in SPECS), None)
@@ -185,8 +189,6 @@ class KvCacheGroup:
     @property
     def is_state(self) -> bool:
         """True if a block is the recurrent state (Mamba) of the layers after the block's last token."""
-        from vllm.v1.kv_cache_interface import MambaSpec
-
         return isinstance(self.spec, MambaSpec)
 
     @property
@@ -332,8 +334,8 @@ class Groups(NamedTuple):
 
 
 def groups_of(
-    kv_cache_config: "KVCacheConfig",
-    cache: "CacheConfig | None" = None,
+    kv_cache_config: KVCacheConfig,
+    cache: CacheConfig | None = None,
     latents: Latents = NO_LATENTS,
     context: Context = ALONE,
     as_bytes: Container[int] = (),
@@ -379,7 +381,7 @@ def groups_of(
     return made._replace(unit=None if cache is None else cache.prefix_match_unit)
 
 
-def groups_for(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", as_bytes: Container[int] = ()) -> Groups:
+def groups_for(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, as_bytes: Container[int] = ()) -> Groups:
     """Return the KV cache groups of an engine; see `groups_of`."""
     latents, parallel = Latents.of(vllm_config), vllm_config.parallel_config
     ranks = parallel.decode_context_parallel_size
@@ -388,7 +390,7 @@ def groups_for(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", as_b
     return groups._replace(again=blocks_computed_again(vllm_config))
 
 
-def config_for(vllm_config: "VllmConfig", groups: Groups) -> ManthanConfig:
+def config_for(vllm_config: VllmConfig, groups: Groups) -> ManthanConfig:
     """Return an engine's configuration, with codec exact if all layers of the main group are stored as bytes."""
     config = from_vllm_config(vllm_config)
     if not groups.main.is_packed:
@@ -425,9 +427,9 @@ def _one_of(spec: Any) -> Any:
 
 def _group(
     index: int,
-    group: "KVCacheGroupSpec",
+    group: KVCacheGroupSpec,
     pages: Mapping[str, int],
-    cache: "CacheConfig | None",
+    cache: CacheConfig | None,
     latents: Latents,
     *,
     can_code: bool,
@@ -477,24 +479,22 @@ def _scales_behind(group: KvCacheGroup) -> KvCacheGroup:
     return KvCacheGroup(group.index, group.spec, len(names), names, group.cache_dtype, sizes, starts=starts)
 
 
-def _coded(spec: Any, cache: "CacheConfig | None", latents: Latents) -> Coded | None:
+def _coded(spec: Any, cache: CacheConfig | None, latents: Latents) -> Coded | None:
     entry = entry_of(spec)
     if entry is None or entry.stored is not StoredAs.CODED or (cache is not None and is_packed(cache)):
         return None
     return next(filter(None, (layout(spec, _dtype_of(spec, cache), latents) for layout in entry.layouts)), None)
 
 
-def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
+def _dtype_of(spec: KVCacheSpec, cache: CacheConfig | None) -> str:
     """Return the dtype of a group's numbers, as a value of --kv-cache-dtype or as the spec names the dtype."""
-    from vllm.v1.kv_cache_interface import KVQuantMode
-
     dtype = getattr(spec, "cache_dtype_str", None) or ("auto" if cache is None else cache.cache_dtype)
     if dtype == "auto" and getattr(spec, "kv_quant_mode", None) is KVQuantMode.FP8_PER_TENSOR:
         return E4M3  # the model asks for fp8, not the flag
     return str(dtype)
 
 
-def page_nbytes(kv_cache_config: "KVCacheConfig") -> dict[str, int]:
+def page_nbytes(kv_cache_config: KVCacheConfig) -> dict[str, int]:
     """Return the number of bytes of a block in one layer, by the layer's name."""
     tensors = kv_cache_config.kv_cache_tensors  # a layer's blocks or a block's layers are adjacent in memory
     return {name: min(each.layer_stride, each.block_stride) for each in tensors for name in each.layers}

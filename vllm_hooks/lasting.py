@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess as ParentProcess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.logger import init_logger
 
 from manthan.manager.config.model import ConfigError, ManthanConfig
@@ -36,16 +36,13 @@ from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS
 
-if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
-
 logger = init_logger("vllm.manthan")
 
 LOAD_THREADS = 2  # threads of a worker that read Redis for loads: one for requests, and one for prefetches
 PATIENCE_S = 10.0  # most seconds to wait until the engine of a killed server has ended and unlocked the disk's folder
 
 
-def check_disk(vllm_config: "VllmConfig") -> None:
+def check_disk(vllm_config: VllmConfig) -> None:
     """If tiers are on disk, raise ConfigError for an unusable folder, or for ranks on several hosts."""
     config, hosts = from_vllm_config(vllm_config), vllm_config.parallel_config.nnodes_within_dp
     if not config.tiers.is_on_disk:
@@ -58,7 +55,7 @@ def check_disk(vllm_config: "VllmConfig") -> None:
     check_folder(config.tiers.disk.path, PATIENCE_S)
 
 
-def check_redis(vllm_config: "VllmConfig") -> None:
+def check_redis(vllm_config: VllmConfig) -> None:
     """Log a warning if a configured Redis does not answer, or would refuse writes when full.
 
     Raises ConfigError if Redis refuses the user or password, or is too old, or if redis-py does not take the URL.
@@ -75,7 +72,7 @@ def check_redis(vllm_config: "VllmConfig") -> None:
 
 
 def make_sessions(
-    vllm_config: "VllmConfig",
+    vllm_config: VllmConfig,
     config: ManthanConfig,
     namespace: Namespace,
     owner: str,
@@ -96,7 +93,7 @@ def make_sessions(
     )
 
 
-def make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Sharding) -> Tier:
+def make_store(vllm_config: VllmConfig, namespace: Namespace, sharding: Sharding) -> Tier:
     """Return a rank's tiers that outlive the engine, as a single tier.
 
     The tier also reads blocks of engines with other numbers of ranks, if this engine can. Raises ConfigError, for
@@ -141,7 +138,7 @@ class DiskBooks:
     engine cannot read. It raises ConfigError if another server uses the folder. name: name of the namespace.
     """
 
-    def __init__(self, vllm_config: "VllmConfig", config: ManthanConfig, name: str, sharding: Sharding) -> None:
+    def __init__(self, vllm_config: VllmConfig, config: ManthanConfig, name: str, sharding: Sharding) -> None:
         self._shards, self._sharding = sharding.kept(vllm_config).shards, sharding
         root = _root(config, vllm_config.parallel_config)
         self._folder, self._lock = root / name, open_root(root)
@@ -207,6 +204,6 @@ def _sealer(config: ManthanConfig, name: str) -> Sealer | None:
     return Sealer(keys, name) if keys else None
 
 
-def _root(config: ManthanConfig, parallel: "ParallelConfig") -> Path:
+def _root(config: ManthanConfig, parallel: ParallelConfig) -> Path:
     path, replica = Path(config.tiers.disk.path), parallel.data_parallel_index
     return path / f"replica-{replica}" if replica else path

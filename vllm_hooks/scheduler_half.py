@@ -493,7 +493,6 @@ class SchedulerHalf:
         return request.block_hashes if step == 1 else request.block_hashes[step - 1 :: step]
 
     def _parts(self, depth: int) -> Iterator[tuple[int, int]]:
-        """Yield group and position of each block that a resume point after `depth` blocks of the main group needs."""
         return ((part.group, part.at) for part in self.groups.parts(depth))
 
     def _key_of(self, part: Part, request: Request) -> bytes:
