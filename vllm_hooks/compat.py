@@ -48,8 +48,7 @@ logger = init_logger("vllm.manthan")
 
 T = TypeVar("T")
 
-PARAMS = "kv_transfer_params"
-"""Key of `SamplingParams.extra_args` whose value has the client's hints, such as to pin a session (conversation)."""
+PARAMS = "kv_transfer_params"  # key in `SamplingParams.extra_args` of the client's hints, such as to pin a session
 HALT_S = 2.0  # most seconds that a reset of the prefix cache waits for transfers to end
 PAUSE_S = 1e-3  # seconds between two steps of a reset if the caller steps the engine, so that transfer threads can run
 LOADS = ("load_model", "reload_weights", "update_weights", "finish_weight_update")
@@ -297,8 +296,7 @@ class Core:
         """True once vLLM has told the engine core to shut down."""
         from vllm.v1.engine.core import EngineShutdownState
 
-        state = getattr(self._core, "shutdown_state", EngineShutdownState.RUNNING)
-        return state is not EngineShutdownState.RUNNING
+        return getattr(self._core, "shutdown_state", None) not in (None, EngineShutdownState.RUNNING)
 
     def ask(self, about_weights: Callable[[Any], T]) -> list[T]:
         """Return the result of `about_weights` on each worker, without telling the scheduler half of the call."""
@@ -423,8 +421,7 @@ class Lookups:
         windows, states = (
             any(isinstance(each, kind) for each in self._managers) for kind in (SlidingWindowManager, MambaManager)
         )
-        self._thins = windows and not states
-        """True if only some window blocks of prompts enter the prefix cache; see `_enter`."""
+        self._thins = windows and not states  # True if only some window blocks enter the prefix cache; see `_enter`
         self._asker: Asker | None = None
         wrap("vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled", manager, self._ask)
         wrap("vllm.v1.core.block_pool.BlockPool.get_cached_block", self._pool, self._serve)
@@ -533,11 +530,9 @@ class VllmPool:
         """vLLM's free queue, ids of saved blocks, and ids of blocks given up. Blocks given up are also in `_saved`."""
         self._kept: dict[int, KVCacheBlock] = {}
         """By id, saved blocks in the order of the free queue. Some may have left the queue since."""
-        self._finds: dict[int, WeakSet[Request]] = {}
-        """By block id, requests that expect to find the block; see `count_on`."""
+        self._finds: dict[int, WeakSet[Request]] = {}  # by block id, requests that expect the block; see `count_on`
         self._bereft: set[Request] = set()
-        self._last_empty: KVCacheBlock | None = None
-        """Last of the blocks without a hash at the head of the free queue; None if unknown."""
+        self._last_empty: KVCacheBlock | None = None  # last block without a hash at the queue's head; None if unknown
         wrap("vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n", self._free, self._append)
 
     def _watch(self, block_ids: Iterable[int]) -> None:

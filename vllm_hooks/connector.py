@@ -58,8 +58,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         """Names of methods whose exception `_try` has logged. Each is logged once."""
         self._errors: list[str] = []
         """Names of the worker half's methods that raised an exception since the last report to the scheduler half."""
-        self._told_blocks: set[int] = set()
-        """Ids of blocks that could not be loaded, until vLLM asks for them in this step."""
+        self._told_blocks: set[int] = set()  # ids of blocks that could not be loaded, until vLLM asks for them
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerHalf(vllm_config, kv_cache_config, self._ask)
             self._has_worker = vllm_config.parallel_config.distributed_executor_backend == "uni"

@@ -80,8 +80,7 @@ class KvEvents:
         self._changed: dict[BlockName, int | None] = {}
         """Each block saved or dropped since the last `take`: its position in a session if saved, None if dropped."""
         self._gone = set[BlockName]()  # blocks of `_told` that were dropped since the last `take`
-        self.repeats = False
-        """True to have the next `take` report all stored blocks again, because vLLM has sent AllBlocksCleared."""
+        self.repeats = False  # True to have the next `take` tell all stored blocks again, after AllBlocksCleared
         manager.blocks.freed = self._freed
         manager.events.subscribe(self)
 

@@ -32,8 +32,7 @@ class ManthanMetadata(KVConnectorMetadata):
     """True to end transfers early, because the prefix cache is being reset. Blocks not transferred count as failed."""
     may_calibrate: bool = False
     """True if a codec's profile (statistics) may be made of this step's KV: no request in the engine has a tenant."""
-    revokes: bool = False
-    """True to give up stores whose blocks are not all read out of the pool yet, because requests need the blocks."""
+    revokes: bool = False  # True to give up stores whose blocks are not all read yet, because requests need the blocks
 
 
 class Candidate(NamedTuple):

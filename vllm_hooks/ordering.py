@@ -176,8 +176,7 @@ class StepLimit:
         self._least = min(self._most, max(LEAST_TOKENS, 2 * block_tokens))
         self._divides = scheduler.scheduler_config.long_prefill_token_threshold <= 0
         self._seconds = self._tokens = 0.0
-        self._last = 0, 0
-        """Tokens of the last two steps, because vLLM may schedule a step while the step before it runs."""
+        self._last = 0, 0  # tokens of the last two steps, because vLLM may schedule a step while another runs
         self._began = 0.0
 
     @property

@@ -56,8 +56,7 @@ class Rechecks:
         self._prefix = f"manthan-{secrets.token_hex(16)}-"
         self._waiting: Restore | None = None
         self._taken: Restore | None = None
-        self._secret = ""
-        """Secret of the recheck of `_taken`, until a result, a reset or a newer recheck comes; else empty."""
+        self._secret = ""  # of the recheck of `_taken`, until a result, a reset or a newer recheck comes; else empty
         self._quiet_from = 0.0
 
     def __contains__(self, request_id: str) -> bool:

@@ -197,8 +197,7 @@ class SchedulerHalf:
         self._resident: dict[str, int] = {}
         """By id of a request that `match` has answered and that has no blocks yet, number of its resident blocks."""
         self._found = set[str]()  # ids of requests for which `Lookups` has called `found`, until `allocated`
-        self._place: str | None = None
-        """Argument for `Tier.cleared` after a reset, until the workers are told; None without a reset."""
+        self._place: str | None = None  # argument for `Tier.cleared` after a reset, until workers are told
         self._deadline = inf
         self._drained_at: float | None = None
         """Time until which sessions are saved at the engine's end; None before the shutdown, 0 after the saving."""
@@ -208,8 +207,7 @@ class SchedulerHalf:
         """`weights_state` of each worker when the KV in the cold store was computed; None if unknown."""
         self._has_new_weights = False  # True until the workers are told
         self._was_called = False  # True if workers were called since the last `_heed_calls`, maybe to load weights
-        self._is_unsure = False
-        """True to compare weights before the next request: a load of weights or a reset of the cache was tried."""
+        self._is_unsure = False  # True to compare weights before the next request: a load or a reset was tried
         self._drops = False  # True if the next request empties the cold store, as the caller of a pause has asked
         self._calibrates = bool(settings(vllm_config).get(CALIBRATES))
         self._has_left_out = False  # True if the log has said that a step with a tenant's request made no profile

@@ -44,8 +44,7 @@ except Exception as error:
     sys.exit(str(error))
 """
 """Program that compiles an empty kernel. Its error, or SHARED, goes to standard error."""
-AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
-"""Values of `codec` for blocks that are kept bit for bit."""
+AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}  # for blocks kept bit for bit
 
 
 def settle_codec(vllm_config: "VllmConfig") -> None:
