@@ -341,10 +341,10 @@ class SchedulerHalf:
         """Update the tokens to compute of waiting requests, after changes of sessions and overwritten blocks."""
         changed, self.telemetry.changed = self.telemetry.changed, set()
         names = [request.request_id for request in self.pool.take_bereft()]
-        for session in filter(None, map(self.manager.table.by_id.get, changed)):
-            names += session.requests
         if (waiting := self._waiting) is None:
             return
+        for session in filter(None, map(self.manager.table.by_id.get, changed)):
+            names += session.requests
         for request_id in names:
             if (request := waiting.get(request_id)) is not None:
                 waiting.update(request, self._to_compute(request))
