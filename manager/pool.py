@@ -5,7 +5,7 @@ head on, the free queue has blocks without a hash, then saved blocks of the main
 up sessions), then all others. The pool hands out blocks from the head, to be overwritten.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -41,9 +41,10 @@ class _Lossy(Struct, frozen=True, gc=False):
 
 
 class Marks:
-    """Mark and owner of each block of a pool, by block id. A new block is EXACT."""
+    """Mark and owner of each block of a pool, by block id. A new block is EXACT. watch: gets ids of lossy blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[Iterable[int]], None] = lambda block_ids: None) -> None:
+        self._watch = watch
         self._lossy: dict[int, _Lossy] = {}  # by block id; exact blocks are left out
         self.decoded = set[int]()
 
@@ -68,6 +69,7 @@ class Marks:
         (self.decoded.update if mark is Mark.DECODED else self.decoded.difference_update)(marked)
         if mark:
             self._lossy.update(marked)
+            self._watch(marked)
         else:
             for block_id in self.lossy(marked):
                 del self._lossy[block_id]

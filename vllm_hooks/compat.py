@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash, get_group_id, make_block_hash_with_group_id
 from vllm.v1.request import RequestStatus
 
-from manthan.manager.pool import Asker, BlockName, FreeBlock, Mark, Marks, Owner
+from manthan.manager.pool import Asker, BlockName, FreeBlock, Mark, Marks
 
 if TYPE_CHECKING:
     import torch
@@ -48,11 +48,9 @@ logger = init_logger("vllm.manthan")
 
 T = TypeVar("T")
 
-PARAMS = "kv_transfer_params"
-"""Key of `SamplingParams.extra_args` whose value has the client's hints, such as to pin a session (conversation)."""
+PARAMS = "kv_transfer_params"  # key in `SamplingParams.extra_args` of the client's hints, such as to pin a session
 HALT_S = 2.0  # most seconds that a reset of the prefix cache waits for transfers to end
-PAUSE_S = 1e-3
-"""Seconds between two steps of a reset if the caller steps the engine, so that transfer threads can run."""
+PAUSE_S = 1e-3  # seconds between two steps of a reset if the caller steps the engine, so that transfer threads can run
 LOADS = ("load_model", "reload_weights", "update_weights", "finish_weight_update")
 """Methods of workers that change weights. Some do so without a call of the model's `load_weights`."""
 HARMLESS = (
@@ -82,10 +80,9 @@ WRAPPED = {
 
 
 def wrap(name: str, owner: Any, ours: Callable[..., Any], kind: Callable[[Any], Any] = lambda made: made) -> None:
-    """Replace a function of vLLM, unless `wrap` has replaced it before.
+    """Replace function `name`, a key in `WRAPPED`, of a class, module or object, unless `wrap` has replaced it before.
 
-    name: key in `WRAPPED`. owner: class, module or object that has the function. ours: takes vLLM's function and then
-    that function's arguments. kind: for a class as `owner`, `staticmethod`, `classmethod` or `method`.
+    ours: takes vLLM's function and then its arguments. kind: for a class, `staticmethod`, `classmethod` or `method`.
     """
     assert name in WRAPPED, name
     attribute = name.rpartition(".")[2]
@@ -104,29 +101,15 @@ def method(made: Callable[..., T]) -> Callable[..., T]:
 # -- flags and requests, in the process that takes them -----------------------------------------------
 
 
-def register_connector(name: str, module: str) -> bool:
-    """Register a connector class. name: its name. module: module that has it. Return True if the name was new."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    if name in KVConnectorFactory._registry:
-        return False
-    KVConnectorFactory.register_connector(name, module, name)
-    return True
-
-
 def extend_engine_args(
     add_flags: "Callable[[FlexibleArgumentParser], FlexibleArgumentParser]",
     read_flags: "Callable[[argparse.Namespace], None]",
-    precheck: "Callable[[EngineArgs, bool], None]",
-    check: "Callable[[VllmConfig, bool], None]",
+    configure: "Callable[[EngineArgs, Callable[[], VllmConfig], bool], VllmConfig]",
 ) -> None:
-    """Add flags to vLLM's command line, and check each engine's configuration when it is made.
+    """Add flags to vLLM's command line, and have each engine's configuration made by `configure`.
 
-    Args:
-        add_flags: adds flags to the parser, and returns the parser.
-        read_flags: may change the parsed arguments before vLLM reads them.
-        precheck: takes each engine's arguments, and True if these are from a command line.
-        check: takes each engine's configuration before any process starts, and the same truth value.
+    read_flags: may change the parsed arguments. configure: takes an engine's arguments, vLLM's function that makes the
+    configuration, and True for arguments from a command line.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -136,12 +119,9 @@ def extend_engine_args(
         engine_args.manthan_from_command_line = True
         return engine_args
 
-    def create(create_engine_config: Any, self: EngineArgs, *args: Any, **kwargs: Any) -> "VllmConfig":
-        from_command_line = hasattr(self, "manthan_from_command_line")
-        precheck(self, from_command_line)
-        vllm_config: VllmConfig = create_engine_config(self, *args, **kwargs)
-        check(vllm_config, from_command_line)
-        return vllm_config
+    def create(create_engine_config: Any, self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+        make = functools.partial(create_engine_config, self, *args, **kwargs)
+        return configure(self, make, hasattr(self, "manthan_from_command_line"))
 
     name = "vllm.engine.arg_utils.EngineArgs"
     wrap(f"{name}.add_cli_args", EngineArgs, lambda add, parser: add_flags(add(parser)), staticmethod)
@@ -150,10 +130,9 @@ def extend_engine_args(
 
 
 def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]") -> None:
-    """Have each request checked before the engine gets it.
+    """Have each request checked before the engine gets it. An exception of `check` refuses the request.
 
-    check: takes vLLM's configuration, the request's value of PARAMS, and the session id. It returns the value to use
-    instead, or raises an exception to refuse the request.
+    check: takes vLLM's configuration, the request's value of PARAMS, and the session id. Returns the value to use.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -171,10 +150,7 @@ def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]") -> N
 
 
 async def ask_cores(client: Any, name: str, *args: Any) -> list[Any] | None:
-    """Return each engine core's answer to the utility call `name`; None if the engine is dead.
-
-    client: `app.state.engine_client` of vLLM's server.
-    """
+    """Return each engine core's answer to the utility call `name`; None if the engine of vLLM's client is dead."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
@@ -184,10 +160,7 @@ async def ask_cores(client: Any, name: str, *args: Any) -> list[Any] | None:
 
 
 def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
-    """Return vLLM's function that is True for headers with a valid API key; None for a server without keys.
-
-    args: flags of the server. vLLM calls the function for some paths only, such as /v1.
-    """
+    """Return vLLM's function that is True for headers with a valid API key; None for a server without keys."""
     from vllm import envs
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
@@ -250,10 +223,7 @@ def under_construction(kind: type[T]) -> T:
 
 
 def replace_waiting(scheduler: "Scheduler", queue: "ReturnsFirstQueue") -> bool:
-    """Make `queue` the scheduler's `waiting`. Return False, and replace nothing, if `waiting` has an unknown class.
-
-    vLLM's second queue, `kv_holding_waiting`, is served before `waiting`, and is not replaced.
-    """
+    """Make `queue` the scheduler's `waiting`. Return False, and replace nothing, if `waiting` has an unknown class."""
     from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
 
     is_known = type(scheduler.waiting) in (FCFSRequestQueue, PriorityRequestQueue)
@@ -265,9 +235,8 @@ def replace_waiting(scheduler: "Scheduler", queue: "ReturnsFirstQueue") -> bool:
 class Core:
     """Access to the engine core that has the connector. Wraps the core's resets and its calls of workers.
 
-    `half`, the scheduler half, is told of sleeps and of resets of the prefix cache. vLLM resets only while no block is
-    referenced, so that Manthan must first release all its blocks. Connectors cannot tell a sleep from another pause.
-    Calls of `half` go through `half.ask`, so that exceptions of `half` do not end the engine.
+    The scheduler half is told of sleeps and of resets of the prefix cache. vLLM resets only while no block is
+    referenced, so that Manthan must first release all its blocks. Exceptions of the half do not end the engine.
     """
 
     def __init__(self, half: "SchedulerHalf") -> None:
@@ -275,10 +244,8 @@ class Core:
 
         self._half = half
         self._tell = functools.partial(half.ask, otherwise=None)
-        self.is_halting = False
-        """True while a reset waits for transfers to end."""
-        self.is_pausing = False
-        """True while vLLM resets the prefix cache because the engine is paused."""
+        self.is_halting = False  # True while a reset waits for transfers to end
+        self.is_pausing = False  # True while vLLM resets the prefix cache because the engine is paused
         core: Any = under_construction(EngineCore)
         self._core = core
         self._inputs: queue.Queue[Any] | None = core.input_queue if isinstance(core, EngineCoreProc) else None
@@ -299,9 +266,7 @@ class Core:
         setattr(self._core, name, method)
 
     def prepare_requests(self, salts: "Salts", by_content: bool) -> None:
-        """Have the block hashes of this engine's requests cover tenant, LoRA adapter's files and media's content.
-
-        vLLM hashes a request on its input thread, before connectors see the request.
+        """Have the block hashes of this engine's requests cover tenant, LoRA adapter's files and media.
 
         by_content: True if hashes cover the content of media instead of names that clients gave to the media.
         """
@@ -331,14 +296,10 @@ class Core:
         """True once vLLM has told the engine core to shut down."""
         from vllm.v1.engine.core import EngineShutdownState
 
-        state = getattr(self._core, "shutdown_state", EngineShutdownState.RUNNING)
-        return state is not EngineShutdownState.RUNNING
+        return getattr(self._core, "shutdown_state", None) not in (None, EngineShutdownState.RUNNING)
 
     def ask(self, about_weights: Callable[[Any], T]) -> list[T]:
-        """Return the result of `about_weights` on each worker, without telling `half` of the call.
-
-        Raises the executor's exceptions, for example if a worker has died.
-        """
+        """Return the result of `about_weights` on each worker, without telling the scheduler half of the call."""
         return list(self._call(about_weights))
 
     @property
@@ -460,8 +421,7 @@ class Lookups:
         windows, states = (
             any(isinstance(each, kind) for each in self._managers) for kind in (SlidingWindowManager, MambaManager)
         )
-        self._thins = windows and not states
-        """True if only some window blocks of prompts enter the prefix cache; see `_enter`."""
+        self._thins = windows and not states  # True if only some window blocks enter the prefix cache; see `_enter`
         self._asker: Asker | None = None
         wrap("vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled", manager, self._ask)
         wrap("vllm.v1.core.block_pool.BlockPool.get_cached_block", self._pool, self._serve)
@@ -548,27 +508,13 @@ def overwrite_next(pool: "BlockPool", blocks: "Sequence[KVCacheBlock]") -> None:
     pool.free_blocks(free)
 
 
-class PoolMarks(Marks):
-    """Marks of a pool's blocks. watch: takes block ids, and has their marks cleared when the pool hands them out."""
-
-    def __init__(self, watch: Callable[[Iterable[int]], None]) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None, is_coarse: bool = False) -> None:
-        block_ids = list(block_ids)
-        super().set(block_ids, mark, owner, is_coarse)
-        if mark:
-            self._watch(block_ids)
-
-
 class VllmPool:
     """vLLM's block pool with the methods of `manthan.manager.pool.Pool`; see there.
 
     A saved block has a compressed copy in a tier. A block that was given up counts as saved, with or without a copy.
 
-    block_tokens: number of tokens in a block, by group. event: returns vLLM's KV event of a block stored in the pool,
-    from the block's group and hash and the pool's medium; None if events are off.
+    block_tokens: number of tokens in a block, by group. event: takes the name of a block stored in the pool and the
+    pool's medium, and returns vLLM's KV event; None if events are off.
     """
 
     def __init__(
@@ -577,19 +523,16 @@ class VllmPool:
         block_tokens: Mapping[int, int],
         event: "Callable[[BlockName, str], BlockStored | None] | None" = None,
     ) -> None:
-        self._event = event
-        self._pool, self._block_tokens = pool, block_tokens
+        self._pool, self._block_tokens, self._event = pool, block_tokens, event
         self.size = pool.num_gpu_blocks - 1  # the null block is never free
-        self.marks: Marks = PoolMarks(self._watch)
+        self.marks = Marks(self._watch)
         self._free, self._saved, self._given_up = pool.free_block_queue, set[int](), set[int]()
         """vLLM's free queue, ids of saved blocks, and ids of blocks given up. Blocks given up are also in `_saved`."""
         self._kept: dict[int, KVCacheBlock] = {}
         """By id, saved blocks in the order of the free queue. Some may have left the queue since."""
-        self._finds: dict[int, WeakSet[Request]] = {}
-        """By block id, requests that expect to find the block; see `count_on`."""
+        self._finds: dict[int, WeakSet[Request]] = {}  # by block id, requests that expect the block; see `count_on`
         self._bereft: set[Request] = set()
-        self._last_empty: KVCacheBlock | None = None
-        """Last of the blocks without a hash at the head of the free queue; None if unknown."""
+        self._last_empty: KVCacheBlock | None = None  # last block without a hash at the queue's head; None if unknown
         wrap("vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n", self._free, self._append)
 
     def _watch(self, block_ids: Iterable[int]) -> None:
@@ -598,15 +541,18 @@ class VllmPool:
     def _reused(self, block: "KVCacheBlock") -> None:
         """Forget all facts about a watched block, because the pool hands the block out for new KV."""
         block_id = block.block_id
-        self._saved.discard(block_id)
-        self._given_up.discard(block_id)
-        self._kept.pop(block_id, None)
+        self._unsave(block_id)
         if self.marks[block_id]:
             self.marks.clear((block_id,))
         if block_id in self._finds:
             self._bereft.update(self._finds.pop(block_id))
         if block is self._last_empty:
             self._last_empty = None
+
+    def _unsave(self, block_id: int) -> None:
+        self._saved.discard(block_id)
+        self._given_up.discard(block_id)
+        self._kept.pop(block_id, None)
 
     def __len__(self) -> int:
         return self._pool.get_num_free_blocks()
@@ -654,9 +600,8 @@ class VllmPool:
     def keep(self, group: int, block_hashes: "Sequence[bytes]") -> None:
         blocks = self._copies(group, block_hashes)
         block_ids = [block.block_id for block in blocks]
-        self._saved.update(block_ids)
+        self.loaded(block_ids)
         self._given_up.difference_update(block_ids)
-        self._watch(block_ids)
         free = [block for block in blocks if block.ref_cnt == 0]
         for block in free:
             self._free.remove(block)
@@ -669,9 +614,8 @@ class VllmPool:
     def give_up(self, group: int, block_hashes: "Sequence[bytes]") -> None:
         blocks = [block for block in self._copies(group, block_hashes)[::-1] if block.ref_cnt == 0]
         block_ids = [block.block_id for block in blocks]
-        self._saved.update(block_ids)
+        self.loaded(block_ids)
         self._given_up.update(block_ids)
-        self._watch(block_ids)
         self._put_first(blocks)
 
     def _put_first(self, blocks: "Sequence[KVCacheBlock]") -> None:
@@ -687,9 +631,7 @@ class VllmPool:
     def forget(self, group: int, block_hashes: "Sequence[bytes]") -> None:
         blocks = [block for block in self._copies(group, block_hashes) if block.block_id in self._saved]
         for block in blocks:
-            self._saved.discard(block.block_id)
-            self._given_up.discard(block.block_id)
-            self._kept.pop(block.block_id, None)
+            self._unsave(block.block_id)
         free = [block for block in reversed(blocks) if block.ref_cnt == 0]
         self._pool.touch(free)
         self._pool.free_blocks(free)
@@ -723,13 +665,11 @@ class VllmPool:
         return [copy for name in names for copy in cached_blocks(self._pool, name)]
 
     def _append(self, append_n: "Callable[[list[KVCacheBlock]], None]", blocks: "list[KVCacheBlock]") -> None:
-        """Append freed blocks to the free queue, but insert saved blocks behind the earlier saved blocks.
-
-        Blocks that were given up count as unsaved from now on, because a request has used them.
-        """
-        used = self._given_up.intersection([block.block_id for block in blocks]) if self._given_up else set[int]()
-        self._saved -= used
-        self._given_up -= used
+        """Append freed blocks to the free queue, but insert saved blocks behind the earlier saved blocks."""
+        if self._given_up:  # blocks given up count as unsaved now, because a request has used them
+            used = self._given_up.intersection([block.block_id for block in blocks])
+            self._saved -= used
+            self._given_up -= used
         saved = [block for block in blocks if block.block_id in self._saved]
         append_n([block for block in blocks if block.block_id not in self._saved] if saved else blocks)
         self._insert(saved)
@@ -750,10 +690,7 @@ class VllmPool:
         self._free.num_free_blocks += len(blocks)
 
     def _last_kept(self) -> "KVCacheBlock":
-        """Return the last saved block of the free queue.
-
-        If no block is saved, return the last of the blocks without a hash at the head, or else vLLM's fake head.
-        """
+        """Return the free queue's last saved block, else its last one without a hash at the head, or its fake head."""
         while self._kept:
             last = next(reversed(self._kept.values()))
             if last.ref_cnt == 0 and last.block_hash is not None:
@@ -841,10 +778,7 @@ def parts_of(name: str, tensor: "torch.Tensor") -> "Iterator[tuple[str, torch.Te
 
 
 def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield name and value of a model's parameters and persistent buffers, as plain tensors.
-
-    Other buffers are left out, because models compute them from parameters and configuration.
-    """
+    """Yield name and value of a model's parameters and persistent buffers (not computed ones), as plain tensors."""
     persistent = model.state_dict(keep_vars=True).keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in persistent:
@@ -889,10 +823,7 @@ def model_tensors(worker: Any) -> "Iterator[torch.Tensor]":
 
 
 def copy_blocks(sources: "torch.Tensor", targets: "torch.Tensor", sizes: "torch.Tensor") -> None:
-    """Copy pieces of memory by the GPU's copy engines, on the current stream.
-
-    sources, targets: addresses. sizes: bytes of each piece. All tensors are int64 on the CPU.
-    """
+    """Copy pieces of memory by the GPU's copy engines, on the current stream. Addresses, bytes: int64 on the CPU."""
     from vllm import _custom_ops as ops
 
     ops.swap_blocks_batch(sources, targets, sizes)

@@ -58,8 +58,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         """Names of methods whose exception `_try` has logged. Each is logged once."""
         self._errors: list[str] = []
         """Names of the worker half's methods that raised an exception since the last report to the scheduler half."""
-        self._told_blocks: set[int] = set()
-        """Ids of blocks that could not be loaded, until vLLM asks for them in this step."""
+        self._told_blocks: set[int] = set()  # ids of blocks that could not be loaded, until vLLM asks for them
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerHalf(vllm_config, kv_cache_config, self._ask)
             self._has_worker = vllm_config.parallel_config.distributed_executor_backend == "uni"
@@ -121,8 +120,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if num_external_tokens:
-            group = self.scheduler.groups.main.index
-            ids = blocks.get_block_ids()[group]
+            ids = blocks.get_block_ids()[self.scheduler.groups.main.index]
             told = request.request_id, ids, num_external_tokens
             self._promised[request.request_id] = self._try(self.scheduler.loaded_into, *told, otherwise=ids)
         self._ask(self.scheduler.allocated, request, blocks, num_external_tokens, otherwise=None)
@@ -166,9 +164,8 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.driver.holds_any() if has_work is None else has_work
 
     def has_pending_block_frees(self) -> bool:
-        return (
-            not self._is_broken and self.scheduler.driver.prefetcher.load is not None
-        )  # a prefetch gives the pool's blocks back when it ends
+        """True during a prefetch, which gives the pool's blocks back when it ends."""
+        return not self._is_broken and self.scheduler.driver.prefetcher.load is not None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._ask(self.scheduler.take_events, otherwise=())

@@ -8,7 +8,17 @@ import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+from vllm.config import CacheConfig, VllmConfig
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MambaSpec,
+    SparseCacheRole,
+)
 
 from manthan.codec.block import Scales
 from manthan.codec.gpu.paged import DTYPES
@@ -19,11 +29,9 @@ from manthan.vllm_hooks.settled import AS_THEY_ARE
 from manthan.vllm_hooks.support import DS_MLA, E4M3, FP8, Latents, UnsupportedError, blocks_computed_again, is_packed
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
-if TYPE_CHECKING:
-    from vllm.config import CacheConfig, ParallelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
-
 NO_LATENTS = Latents()
+UNIT = 16
+"""Number of bytes that kernels copy at once. A layer's bytes in `opaque` must be a multiple of this."""
 EVERY = 1 << 40
 """Reach of a layer with full attention, in tokens: more than any context. See `SpecEntry`."""
 
@@ -31,31 +39,24 @@ EVERY = 1 << 40
 class StoredAs(StrEnum):
     """Form in which a KV cache group's blocks are stored."""
 
-    CODED = "coded"
-    """By a codec, if codecs know the layers' layout; else as bytes."""
+    CODED = "coded"  # by a codec, if codecs know the layers' layout; else as bytes
     BYTES = "bytes"
-    NOTHING = "nothing"
-    """Not stored, because vLLM does not look for such blocks in the prefix cache."""
-    REFUSED = "refused"
-    """Not stored, although requests need the blocks: the engine's start fails with UnsupportedError."""
+    NOTHING = "nothing"  # not stored, because vLLM does not look for such blocks in the prefix cache
+    REFUSED = "refused"  # not stored, although requests need the blocks: the engine's start fails with UnsupportedError
 
 
-Coded: TypeAlias = tuple[int, Scales | None]
-"""Layout that codecs know: `latent` and `scales` of `KvCacheGroup`."""
-LayoutOf: TypeAlias = Callable[[Any, str, Latents], Coded | None]
+Coded: TypeAlias = tuple[int, Scales | None]  # layout that codecs know: `latent` and `scales` of `KvCacheGroup`
 
 
 class SpecEntry(NamedTuple):
-    """Storage of the groups whose specs are of one class.
+    """Storage of the groups whose specs are of one class. Each of `layouts` returns the layout if a codec knows it.
 
     reach: takes a spec, and returns the number of last tokens whose KV a layer reads for a token, that token included.
-    layouts: functions that take a spec, the name of the dtype, and the model's latents (MLA). Each returns the layout
-    if a codec knows it, else None.
     """
 
     stored: StoredAs
     reach: Callable[[Any], int] = lambda spec: EVERY
-    layouts: tuple[LayoutOf, ...] = ()
+    layouts: tuple[Callable[[Any, str, Latents], Coded | None], ...] = ()
 
 
 def _keys_and_values(spec: Any, dtype: str, latents: Latents) -> Coded | None:
@@ -68,8 +69,6 @@ def _keys_and_values(spec: Any, dtype: str, latents: Latents) -> Coded | None:
 
 def _latents(spec: Any, dtype: str, latents: Latents) -> Coded | None:
     """Return the layout of MLA: for each token a latent, then the key's part with RoPE, in the spec's dtype or fp8."""
-    from vllm.v1.kv_cache_interface import SparseCacheRole
-
     nbytes = spec.block_size * spec.head_size * spec.dtype.itemsize
     is_known = spec.dtype.itemsize == 1 if dtype in FP8 else spec.dtype in DTYPES
     is_index = getattr(spec, "cache_role", None) is SparseCacheRole.INDEXER
@@ -118,16 +117,13 @@ SPECS: Mapping[str, SpecEntry] = {
 """Entries by the name of vLLM's class of specs. Names, because no release has all classes."""
 
 
-def entry_of(spec: "KVCacheSpec") -> SpecEntry | None:
-    """Return the entry of the spec's class, or else of the nearest base class that has one; None without any.
-
-    A base class's entry is returned with BYTES instead of CODED, because the derived class may have another layout.
-    """
+def entry_of(spec: KVCacheSpec) -> SpecEntry | None:
+    """Return the entry of the spec's class, or else of the nearest base class that has one; None without any."""
     names = [each.__name__ for each in type(spec).__mro__]
     found = next((SPECS[name] for name in names if name in SPECS), None)
     if found is None or names[0] in SPECS or found.stored is not StoredAs.CODED:
         return found
-    return found._replace(stored=StoredAs.BYTES)
+    return found._replace(stored=StoredAs.BYTES)  # the derived class may have another layout
 
 
 class Context(NamedTuple):
@@ -135,11 +131,6 @@ class Context(NamedTuple):
 
     ranks: int = 1
     run: int = 1
-
-    @classmethod
-    def of(cls, parallel: "ParallelConfig") -> "Context":
-        ranks = parallel.decode_context_parallel_size
-        return cls(ranks, parallel.cp_kv_cache_interleave_size) if ranks > 1 else ALONE
 
     def first_tokens(self, tokens: int) -> int:
         """Return the most tokens, in whole runs, that any rank can have of a session's first `tokens` tokens."""
@@ -151,35 +142,20 @@ ALONE = Context()
 
 @dataclass(frozen=True)
 class KvCacheGroup:
-    """KV cache group that is stored.
+    """KV cache group that is stored. A codec encodes the numbers of coded layers. Other layers are kept as bytes."""
 
-    Coded layers are layers whose numbers a codec encodes. All other layers are stored as bytes.
-
-    Args:
-        index: index among vLLM's groups.
-        spec: vLLM's spec of the coded layers; of the first layer if there are none.
-        layers: number of coded layers, or of all layers if there are none. names: names of these layers.
-        cache_dtype: dtype of the numbers, as in --kv-cache-dtype; for a state, dtypes and shapes of the tensors.
-        layer_nbytes: if all layers are stored as bytes, number of bytes of a block in each layer; else empty.
-        latent: count of numbers of a token's latent in a layer (MLA); 0 for keys and values.
-        context: decode context parallelism.
-        opaque: group of bytes in the same compressed blocks: layers that are not coded, and scales behind the states of
-            a block; None if there are none.
-        scales: position of the scales if latents are in fp8 with scales; else None.
-        starts: for each layer, offset of the `layer_nbytes` bytes in the layer's block; empty if all offsets are 0.
-    """
-
-    index: int
-    spec: Any
-    layers: int
-    names: Sequence[str] = ()
-    cache_dtype: str = "auto"
-    layer_nbytes: tuple[int, ...] = ()
-    latent: int = 0
+    index: int  # among vLLM's groups
+    spec: Any  # vLLM's spec of the coded layers; of the first layer if there are none
+    layers: int  # number of coded layers, or of all layers if there are none
+    names: Sequence[str] = ()  # of these layers
+    cache_dtype: str = "auto"  # of the numbers, as in --kv-cache-dtype; of a state, dtypes and shapes of the tensors
+    layer_nbytes: tuple[int, ...] = ()  # bytes of a block in each layer, if all layers are kept as bytes; else empty
+    latent: int = 0  # count of numbers of a token's latent in a layer (MLA); 0 for keys and values
     context: Context = ALONE
     opaque: "KvCacheGroup | None" = None
-    scales: Scales | None = None
-    starts: tuple[int, ...] = ()
+    """Group of bytes in the same compressed blocks: layers that are not coded, and scales behind a block's states."""
+    scales: Scales | None = None  # position of the scales if latents are in fp8 with scales
+    starts: tuple[int, ...] = ()  # by layer, offset of the `layer_nbytes` bytes in a block; empty if all offsets are 0
 
     @property
     def states(self) -> int:
@@ -213,8 +189,6 @@ class KvCacheGroup:
     @property
     def is_state(self) -> bool:
         """True if a block is the recurrent state (Mamba) of the layers after the block's last token."""
-        from vllm.v1.kv_cache_interface import MambaSpec
-
         return isinstance(self.spec, MambaSpec)
 
     @property
@@ -248,13 +222,10 @@ class Part(NamedTuple):
 
 
 class PointGroup(NamedTuple):
-    """Group with blocks that are stored for resume points only: any group but a main group with full attention.
-
-    reach: see `SpecEntry`; 1 for states.
-    """
+    """Group with blocks that are stored for resume points only: any group but a main group with full attention."""
 
     group: KvCacheGroup
-    reach: int
+    reach: int  # see `SpecEntry`; 1 for states
 
     def needed(self, tokens: int) -> Iterator[Part]:
         """Yield the blocks that a resume point at `tokens` tokens needs. vLLM allocates the same blocks for a load."""
@@ -264,23 +235,14 @@ class PointGroup(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """KV cache groups of a model.
+    """KV cache groups of a model."""
 
-    Args:
-        main: group whose block hashes make up sessions. It is also in `at_points` if no group has full attention.
-        at_points: groups with blocks that are stored for resume points only.
-        again: number of blocks at the end of a prefix cache hit that vLLM computes again: 1 for some drafts, else 0.
-        unstored: for each group that is not stored, the number of tokens in a block.
-        replicas: number of consecutive tensor-parallel ranks that have the same blocks, as with latents (MLA).
-        unit: number of tokens between two of vLLM's hashes; None for the greatest common divisor of stored block sizes.
-    """
-
-    main: KvCacheGroup
-    at_points: Sequence[PointGroup] = ()
-    again: int = 0
-    unstored: Sequence[int] = ()
-    replicas: int = 1
-    unit: int | None = None
+    main: KvCacheGroup  # its block hashes make up sessions; also in `at_points` if no group has full attention
+    at_points: Sequence[PointGroup] = ()  # groups with blocks that are stored for resume points only
+    again: int = 0  # number of blocks at the end of a prefix cache hit that vLLM computes again: 1 for some drafts
+    unstored: Sequence[int] = ()  # for each group that is not stored, the number of tokens in a block
+    replicas: int = 1  # number of consecutive tensor-parallel ranks that have the same blocks, as with latents (MLA)
+    unit: int | None = None  # tokens between two of vLLM's hashes; None for the gcd of stored block sizes
 
     @property
     def is_whole(self) -> bool:
@@ -372,8 +334,8 @@ class Groups(NamedTuple):
 
 
 def groups_of(
-    kv_cache_config: "KVCacheConfig",
-    cache: "CacheConfig | None" = None,
+    kv_cache_config: KVCacheConfig,
+    cache: CacheConfig | None = None,
     latents: Latents = NO_LATENTS,
     context: Context = ALONE,
     as_bytes: Container[int] = (),
@@ -419,14 +381,16 @@ def groups_of(
     return made._replace(unit=None if cache is None else cache.prefix_match_unit)
 
 
-def groups_for(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", as_bytes: Container[int] = ()) -> Groups:
+def groups_for(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, as_bytes: Container[int] = ()) -> Groups:
     """Return the KV cache groups of an engine; see `groups_of`."""
-    latents, context = Latents.of(vllm_config), Context.of(vllm_config.parallel_config)
+    latents, parallel = Latents.of(vllm_config), vllm_config.parallel_config
+    ranks = parallel.decode_context_parallel_size
+    context = Context(ranks, parallel.cp_kv_cache_interleave_size) if ranks > 1 else ALONE
     groups = groups_of(kv_cache_config, vllm_config.cache_config, latents, context, as_bytes)
     return groups._replace(again=blocks_computed_again(vllm_config))
 
 
-def config_for(vllm_config: "VllmConfig", groups: Groups) -> ManthanConfig:
+def config_for(vllm_config: VllmConfig, groups: Groups) -> ManthanConfig:
     """Return an engine's configuration, with codec exact if all layers of the main group are stored as bytes."""
     config = from_vllm_config(vllm_config)
     if not groups.main.is_packed:
@@ -435,17 +399,14 @@ def config_for(vllm_config: "VllmConfig", groups: Groups) -> ManthanConfig:
 
 
 def on_all_ranks(told: Sequence[Groups]) -> Groups:
-    """Return the groups of an engine, each as on the rank with the largest blocks of the group.
+    """Return the groups of an engine, each as on the rank with the largest blocks, because stages may differ in layers.
 
-    Pipeline stages may have different layers. The workers are asked, because vLLM's scheduler knows only one spec of a
-    group whose layers have several.
-
-    told: groups of each rank. Raises UnsupportedError if a rank has no layer of a group.
+    told: groups of each rank. vLLM's scheduler knows only one spec of a group whose layers have several. Raises
+    UnsupportedError if a rank has no layer of a group.
     """
-    by_rank = [{group.index: group for group in groups.stored} for groups in told]
 
     def largest(group: KvCacheGroup) -> KvCacheGroup:
-        found = [rank.get(group.index) for rank in by_rank]
+        found = [next((each for each in groups.stored if each.index == group.index), None) for groups in told]
         for rank, each in enumerate(found):
             if each is None or not each.layers:
                 raise UnsupportedError(
@@ -459,24 +420,23 @@ def on_all_ranks(told: Sequence[Groups]) -> Groups:
 
 
 def _one_of(spec: Any) -> Any:
-    """Return the spec of a group's first layer, as vLLM's scheduler does for layers with several specs."""
+    """Return the spec of a group's first layer."""
     several = getattr(spec, "kv_cache_specs", None)
     return spec if several is None else next(iter(several.values()))
 
 
 def _group(
     index: int,
-    group: "KVCacheGroupSpec",
+    group: KVCacheGroupSpec,
     pages: Mapping[str, int],
-    cache: "CacheConfig | None",
+    cache: CacheConfig | None,
     latents: Latents,
     *,
     can_code: bool,
 ) -> KvCacheGroup:
     """Return a stored group, with its layers divided into coded layers and layers stored as bytes.
 
-    All layers are stored as bytes if coded layers differ in shape or dtype, if a layer of bytes does not fit UNIT, or
-    if `can_code` is False. pages: see `page_nbytes`.
+    All are stored as bytes if coded layers differ in shape or dtype, or if a layer of bytes does not fit UNIT.
     """
     names = tuple(group.layer_names)
     specs: Mapping[str, Any] = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(names, group.kv_cache_spec))
@@ -493,17 +453,15 @@ def _group(
             kind = f"state of {', '.join(f'{dtype} {list(shape)}' for shape, dtype in tensors)}"
         return KvCacheGroup(index, spec, len(names), names, kind, nbytes)
 
-    found = {each: _coded(each, cache, latents) if can_code else None for each in set(specs.values())}
-    coded = {each: layout for each, layout in found.items() if layout is not None}
+    coded = {each: layout for each in set(specs.values()) if can_code and (layout := _coded(each, cache, latents))}
+    ours = tuple(name for name in names if specs[name] in coded)
+    others = tuple(sorted((name for name in names if specs[name] not in coded), key=page))
+    raw = packed(others) if others else None
     shapes = {
         (each.num_kv_heads, each.head_size, each.dtype, _dtype_of(each, cache), layout)
         for each, layout in coded.items()
     }
-    ours = tuple(name for name in names if specs[name] in coded)
-    others = tuple(sorted((name for name in names if specs[name] not in coded), key=page))
-    raw = packed(others) if others else None
-    fits = raw is None or not any(nbytes % UNIT for nbytes in raw.layer_nbytes)
-    if len(shapes) != 1 or not fits:
+    if len(shapes) != 1 or (raw is not None and any(nbytes % UNIT for nbytes in raw.layer_nbytes)):
         return packed(names)
     spec = specs[ours[0]]
     latent, scales = coded[spec]
@@ -521,32 +479,22 @@ def _scales_behind(group: KvCacheGroup) -> KvCacheGroup:
     return KvCacheGroup(group.index, group.spec, len(names), names, group.cache_dtype, sizes, starts=starts)
 
 
-UNIT = 16
-"""Number of bytes that kernels copy at once. A layer's bytes in `opaque` must be a multiple of this."""
-
-
-def _coded(spec: Any, cache: "CacheConfig | None", latents: Latents) -> Coded | None:
+def _coded(spec: Any, cache: CacheConfig | None, latents: Latents) -> Coded | None:
     entry = entry_of(spec)
     if entry is None or entry.stored is not StoredAs.CODED or (cache is not None and is_packed(cache)):
         return None
-    found = (layout(spec, _dtype_of(spec, cache), latents) for layout in entry.layouts)
-    return next((each for each in found if each is not None), None)
+    return next(filter(None, (layout(spec, _dtype_of(spec, cache), latents) for layout in entry.layouts)), None)
 
 
-def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
+def _dtype_of(spec: KVCacheSpec, cache: CacheConfig | None) -> str:
     """Return the dtype of a group's numbers, as a value of --kv-cache-dtype or as the spec names the dtype."""
-    from vllm.v1.kv_cache_interface import KVQuantMode
-
     dtype = getattr(spec, "cache_dtype_str", None) or ("auto" if cache is None else cache.cache_dtype)
     if dtype == "auto" and getattr(spec, "kv_quant_mode", None) is KVQuantMode.FP8_PER_TENSOR:
         return E4M3  # the model asks for fp8, not the flag
     return str(dtype)
 
 
-def page_nbytes(kv_cache_config: "KVCacheConfig") -> dict[str, int]:
-    """Return the number of bytes of a block in one layer, by the layer's name.
-
-    Either a layer's blocks or a block's layers are adjacent in memory, so that the smaller stride is that number.
-    """
-    tensors = kv_cache_config.kv_cache_tensors
+def page_nbytes(kv_cache_config: KVCacheConfig) -> dict[str, int]:
+    """Return the number of bytes of a block in one layer, by the layer's name."""
+    tensors = kv_cache_config.kv_cache_tensors  # a layer's blocks or a block's layers are adjacent in memory
     return {name: min(each.layer_stride, each.block_stride) for each in tensors for name in each.layers}

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess as ParentProcess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.logger import init_logger
 
 from manthan.manager.config.model import ConfigError, ManthanConfig
@@ -20,7 +20,6 @@ from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.manager import SessionManager
 from manthan.manager.session.persist import BlockNotes, JournalLink
-from manthan.manager.tiers.arena_tier import ArenaTier
 from manthan.manager.tiers.disk import check_folder, counts_in, found_in, open_rank, open_root, remove_others
 from manthan.manager.tiers.joined import Shard, ShardedTier, StackedTier
 from manthan.manager.tiers.journal import Journal
@@ -29,13 +28,10 @@ from manthan.manager.tiers.redis_sessions import RedisSessions
 from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
 from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import on_each, weighed
-from manthan.vllm_hooks.shards import Sharding, reads_others
+from manthan.vllm_hooks.fingerprint import Sharding, reads_others
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS
-
-if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
 
 logger = init_logger("vllm.manthan")
 
@@ -43,7 +39,7 @@ LOAD_THREADS = 2  # threads of a worker that read Redis for loads: one for reque
 PATIENCE_S = 10.0  # most seconds to wait until the engine of a killed server has ended and unlocked the disk's folder
 
 
-def check_disk(vllm_config: "VllmConfig") -> None:
+def check_disk(vllm_config: VllmConfig) -> None:
     """If tiers are on disk, raise ConfigError for an unusable folder, or for ranks on several hosts."""
     config, hosts = from_vllm_config(vllm_config), vllm_config.parallel_config.nnodes_within_dp
     if not config.tiers.is_on_disk:
@@ -56,7 +52,7 @@ def check_disk(vllm_config: "VllmConfig") -> None:
     check_folder(config.tiers.disk.path, PATIENCE_S)
 
 
-def check_redis(vllm_config: "VllmConfig") -> None:
+def check_redis(vllm_config: VllmConfig) -> None:
     """Log a warning if a configured Redis does not answer, or would refuse writes when full.
 
     Raises ConfigError if Redis refuses the user or password, or is too old, or if redis-py does not take the URL.
@@ -72,36 +68,8 @@ def check_redis(vllm_config: "VllmConfig") -> None:
         logger.warning("Manthan: %s", said)
 
 
-def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, shard: Shard, nbytes: int) -> ArenaTier:
-    """Return a rank's tier on disk. Raises ConfigError if another server uses the folder.
-
-    name: name of the namespace. shard: the rank's shard. nbytes: budget of all shards together.
-    """
-    return open_rank(_root(config, parallel), name, shard, nbytes // shard.of)
-
-
-def open_left(
-    config: ManthanConfig, parallel: "ParallelConfig", name: str, sharding: Sharding, shard: Shard
-) -> tuple[list[dict[Shard, ArenaTier]], list[ArenaTier]]:
-    """Return tiers left by servers with other numbers of ranks, as `others` and `copies` of `ShardedTier`.
-
-    name: name of the namespace. shard: shard of this rank's own tier on disk. An element of `others` has the tiers with
-    this rank's heads, by shard.
-    """
-    root = _root(config, parallel)
-    sources, copies = list[dict[Shard, ArenaTier]](), list[ArenaTier]()
-    for count in counts_in(root / name):
-        if count != shard.of:
-            read = sharding.sources(parallel.rank, sharding.with_ranks(count // sharding.stages))
-            more = [at for at in range(shard.at, count, shard.of) if at not in read]
-            opened = {at: open_rank(root, name, Shard(at, count), 0, is_left=True) for at in (*read, *more)}
-            sources.append({Shard(at, count): opened[at] for at in read})
-            copies += [opened[at] for at in more]
-    return sources, copies
-
-
 def make_sessions(
-    vllm_config: "VllmConfig",
+    vllm_config: VllmConfig,
     config: ManthanConfig,
     namespace: Namespace,
     owner: str,
@@ -110,25 +78,26 @@ def make_sessions(
 ) -> RedisSessions:
     """Return the access to sessions in Redis. owner: name of the engine. wake: wakes the engine, from any thread."""
     others = sharding.others() if reads_others(vllm_config, sharding) else []
-    facts = {"model": vllm_config.model_config.model, "engine": owner}
-    keys = keys_of(config.sealing)
     return RedisSessions(
         connect(config.tiers.redis),
         Circuit(wake),
         namespace,
         [each.shards for each in (sharding, *others)],
         config.tiers.redis.ttl_s,
-        facts,
+        {"model": vllm_config.model_config.model, "engine": owner},
         wake,
-        Sealer(keys, namespace.name) if keys else None,
+        _sealer(config, namespace.name),
     )
 
 
-def make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Sharding) -> Tier:
-    """Return a rank's tiers that outlive the engine, as a single tier. Raises ConfigError."""
-    config, parallel = from_vllm_config(vllm_config), vllm_config.parallel_config
-    keys, rank = keys_of(config.sealing), parallel.rank
-    sealer = Sealer(keys, namespace.name) if keys else None
+def make_store(vllm_config: VllmConfig, namespace: Namespace, sharding: Sharding) -> Tier:
+    """Return a rank's tiers that outlive the engine, as a single tier.
+
+    The tier also reads blocks of engines with other numbers of ranks, if this engine can. Raises ConfigError, for
+    example if another server uses the disk's folder.
+    """
+    config, rank, name = from_vllm_config(vllm_config), vllm_config.parallel_config.rank, namespace.name
+    sealer, root = _sealer(config, name), _root(config, vllm_config.parallel_config)
 
     def sealed(shard: Shard, tier: Tier) -> Tier:
         return tier if sealer is None else SealedTier(tier, sealer, shard)
@@ -144,14 +113,17 @@ def make_store(vllm_config: "VllmConfig", namespace: Namespace, sharding: Shardi
             sources.append([sealed(each, redis.of(each)) for each in shards])
         store: Tier = redis
         if config.tiers.disk_bytes:
-            front = open_disk(config, parallel, namespace.name, own, config.tiers.disk_bytes)
-            store = StackedTier(front, redis)
+            store = StackedTier(open_rank(root, name, own, config.tiers.disk_bytes // own.of), redis)
     else:
         shard = own
-        store = open_disk(config, parallel, namespace.name, own, config.tiers.max_bytes)
-        if is_reader:
-            left, rest = open_left(config, parallel, namespace.name, sharding, own)
-            sources, copies = [[sealed(*each) for each in some.items()] for some in left], [*rest]
+        store = open_rank(root, name, own, config.tiers.max_bytes // own.of)
+        left = [count for count in counts_in(root / name) if count != own.of] if is_reader else []
+        for count in left:
+            read = sharding.sources(rank, sharding.with_ranks(count // sharding.stages))
+            rest = [at for at in range(own.at, count, own.of) if at not in read]
+            opened = {at: open_rank(root, name, Shard(at, count), 0, is_left=True) for at in (*read, *rest)}
+            sources.append([sealed(Shard(at, count), opened[at]) for at in read])
+            copies += [opened[at] for at in rest]
     store = sealed(shard, store)
     return ShardedTier(store, sources, copies) if sources else store
 
@@ -163,11 +135,11 @@ class DiskBooks:
     engine cannot read. It raises ConfigError if another server uses the folder. name: name of the namespace.
     """
 
-    def __init__(self, vllm_config: "VllmConfig", config: ManthanConfig, name: str, sharding: Sharding) -> None:
+    def __init__(self, vllm_config: VllmConfig, config: ManthanConfig, name: str, sharding: Sharding) -> None:
         self._shards, self._sharding = sharding.kept(vllm_config).shards, sharding
         root = _root(config, vllm_config.parallel_config)
         self._folder, self._lock = root / name, open_root(root)
-        self._keys = keys_of(config.sealing)
+        self._sealer = _sealer(config, name)
         _end_with_parent()
         is_reader = not config.tiers.is_shared and reads_others(vllm_config, sharding)
         self._counts = {self._shards, *(counts_in(root / name) if is_reader else ())}
@@ -176,9 +148,7 @@ class DiskBooks:
             logger.warning("Manthan: %s", said)
 
     def link(self, manager: SessionManager, fronts: Sequence[FrontTier], notes: BlockNotes | None) -> JournalLink:
-        """Return a new `JournalLink` between the engine's sessions and the journal. Args: see `JournalLink`."""
-        sealer = Sealer(self._keys, self._folder.name) if self._keys else None
-        return JournalLink(Journal(self._folder, sealer), manager, fronts, notes)
+        return JournalLink(Journal(self._folder, self._sealer), manager, fronts, notes)
 
     def adopt(self, link: JournalLink) -> None:
         """Enter the sessions and blocks that earlier servers left into the engine's tables."""
@@ -225,6 +195,12 @@ def _end_with_parent() -> None:
         threading.Thread(target=watch, args=(parent,), name="manthan-parent", daemon=True).start()
 
 
-def _root(config: ManthanConfig, parallel: "ParallelConfig") -> Path:
+def _sealer(config: ManthanConfig, name: str) -> Sealer | None:
+    """Return the sealer of a namespace with this name; None if blocks are not sealed."""
+    keys = keys_of(config.sealing)
+    return Sealer(keys, name) if keys else None
+
+
+def _root(config: ManthanConfig, parallel: ParallelConfig) -> Path:
     path, replica = Path(config.tiers.disk.path), parallel.data_parallel_index
     return path / f"replica-{replica}" if replica else path

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
@@ -19,11 +19,8 @@ from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.session.blocks import HIGH, GroupShape, Level, MemoryShape
 from manthan.manager.session.blocks import LEVELS as DEFAULT_LEVELS
 from manthan.manager.tiers.arena import room
+from manthan.vllm_hooks.groups import Groups, KvCacheGroup
 from manthan.vllm_hooks.support import FP8
-
-if TYPE_CHECKING:
-    from manthan.vllm_hooks.groups import Groups, KvCacheGroup
-
 
 HIGH_RATIO = 9
 """Largest compression ratio at which blocks without refinements serve requests with the hint `quality: high`.
@@ -34,16 +31,12 @@ MOST = 0xFFFF  # largest dimension in a compressed block's header
 
 
 class Shards(NamedTuple):
-    """Ranks of an engine, each with a shard (its part) of a block. can_trim: True if tiers can cut refinements off.
-
-    room: takes the bytes of a compressed shard, and returns the bytes that the shard takes of a tier's budget. copies:
-    number of consecutive ranks with the same shard, which only the first of them stores.
-    """
+    """Ranks of an engine, each with a shard (its part) of a block."""
 
     ranks: int
-    room: Callable[[int], int] = room
-    can_trim: bool = True
-    copies: int = 1
+    room: Callable[[int], int] = room  # bytes that a compressed shard takes of a tier's budget, by the shard's bytes
+    can_trim: bool = True  # True if tiers can cut refinements off
+    copies: int = 1  # number of consecutive ranks with the same shard, which only the first of them stores
 
     @property
     def stored(self) -> int:
@@ -51,8 +44,8 @@ class Shards(NamedTuple):
         return self.ranks // self.copies
 
 
-def block_shape(group: "KvCacheGroup") -> BlockShape:
-    """Return the shape of a rank's block of a KV cache group, for codecs."""
+def block_shape(group: KvCacheGroup) -> BlockShape:
+    """Return the shape, for codecs, of a rank's block of a KV cache group."""
     if group.is_packed:
         return packed_shape(group.layer_nbytes, group.spec.block_size)
     spec, raw = group.spec, block_shape(group.opaque) if group.opaque else None
@@ -73,7 +66,7 @@ def packed_shape(layer_nbytes: Sequence[int], tokens: int) -> BlockShape:
 
 def block_format(
     codec: str,
-    group: "KvCacheGroup",
+    group: KvCacheGroup,
     fingerprint: bytes = bytes(FINGERPRINT_LEN),
     facts: ModelFacts = NO_FACTS,
     first_head: int = 0,
@@ -83,7 +76,7 @@ def block_format(
 
 
 def memory_shapes(
-    codec: CodecConfig, groups: "Groups", shards: Shards, profile: Profile | None = None
+    codec: CodecConfig, groups: Groups, shards: Shards, profile: Profile | None = None
 ) -> list[MemoryShape]:
     """Return the sizes of blocks in the configured codec, then in each codec that the guard may choose instead.
 
@@ -91,26 +84,22 @@ def memory_shapes(
     """
     group, finer = groups.main, finer_codecs(codec.name)
     mains = [group_shape(codec, group, shards, profile)]
-    mains += [replace(group_shape(_renamed(codec, name), group, shards), codec=name) for name in finer]
+    mains += [
+        replace(group_shape(codec.model_copy(update={"name": name}), group, shards), codec=name) for name in finer
+    ]
     mains.append(_all_exact(mains[0], group, shards))
+    levels: Sequence[Level] = DEFAULT_LEVELS
+    if profile is not None and profile.info.divergences:
+        told = zip((*profile.info.divergences, 0.0), profile.info.bits, strict=True)
+        levels = tuple(Level(divergence, 16 / bits) for divergence, bits in told)
     shapes = []
     for main, name in zip(mains, [codec.name, *finer, None], strict=True):
         others = {each.group.index: _other(codec, name, main.codec, each.group, shards) for each in groups.others}
-        shapes.append(MemoryShape({group.index: main} | others, group.index, groups.is_whole, levels_of(profile)))
+        shapes.append(MemoryShape({group.index: main} | others, group.index, groups.is_whole, levels))
     return shapes
 
 
-def levels_of(profile: Profile | None) -> Sequence[Level]:
-    """Return facts about blocks of each level by a profile. The default is for none, or for one without divergences."""
-    if profile is None or not profile.info.divergences:
-        return DEFAULT_LEVELS
-    told = zip((*profile.info.divergences, 0.0), profile.info.bits, strict=True)
-    return tuple(Level(divergence, 16 / bits) for divergence, bits in told)
-
-
-def group_shape(
-    codec: CodecConfig, group: "KvCacheGroup", shards: Shards, profile: Profile | None = None
-) -> GroupShape:
+def group_shape(codec: CodecConfig, group: KvCacheGroup, shards: Shards, profile: Profile | None = None) -> GroupShape:
     """Return the sizes of a group's blocks in the codec `codec.name`. Raises ConfigError."""
     count, room = shards.ranks, shards.room
     firsts = range(0, count, shards.copies)
@@ -129,22 +118,18 @@ def group_shape(
     return replace(shape, level=HIGH if is_high else 0)
 
 
-def _renamed(codec: CodecConfig, name: str) -> CodecConfig:
-    return codec.model_copy(update={"name": name})
-
-
-def _all_exact(shape: GroupShape, group: "KvCacheGroup", shards: Shards) -> GroupShape:
+def _all_exact(shape: GroupShape, group: KvCacheGroup, shards: Shards) -> GroupShape:
     whole = shards.stored * shards.room(block_format(EXACT, group).max_nbytes(group.states))
     return replace(shape, typical=0, bounds=dict.fromkeys({*shape.bounds, shape.tokens}, whole))
 
 
-def _other(codec: CodecConfig, name: str | None, chosen: str, group: "KvCacheGroup", shards: Shards) -> GroupShape:
+def _other(codec: CodecConfig, name: str | None, chosen: str, group: KvCacheGroup, shards: Shards) -> GroupShape:
     """Return the sizes of blocks of a group that is not the main group (`Groups.main`).
 
     name: main group's codec; None to store every token with codec exact. chosen: value for `GroupShape.codec`.
     """
-    own = codec_of_other(name or FALLBACK, group, codec.state)
-    shape = group_shape(_renamed(codec, own), group, shards)
+    own = codec.model_copy(update={"name": codec_of_other(name or FALLBACK, group, codec.state)})
+    shape = group_shape(own, group, shards)
     if group.is_packed:
         return replace(shape, bounds={0: shape.bounds[0]})
     if name is None:
@@ -152,7 +137,7 @@ def _other(codec: CodecConfig, name: str | None, chosen: str, group: "KvCacheGro
     return replace(shape, codec=chosen, is_lossless=codec_of_other(codec.name, group, codec.state) == EXACT)
 
 
-def codec_of_other(name: str, group: "KvCacheGroup", state: str) -> str:
+def codec_of_other(name: str, group: KvCacheGroup, state: str) -> str:
     """Return the codec of a group that is not the main group. name: codec of the main group.
 
     A profile (statistics that some codecs need) is of the main group only. Recurrent states have codecs of their own.
@@ -163,7 +148,7 @@ def codec_of_other(name: str, group: "KvCacheGroup", state: str) -> str:
     return WHT if needs_profile(name) else name
 
 
-def with_states(codec: str, group: "KvCacheGroup", facts: ModelFacts) -> ModelFacts:
+def with_states(codec: str, group: KvCacheGroup, facts: ModelFacts) -> ModelFacts:
     """Return `facts`, and with them the layout of the group's recurrent states if the codec is for such states.
 
     That codec encodes states that are matrices for each head. It keeps other states, such as a convolution's, exact.
@@ -179,7 +164,7 @@ def with_states(codec: str, group: "KvCacheGroup", facts: ModelFacts) -> ModelFa
     return replace(facts, state=StateLayout(group.layers, group.layer_nbytes[0], tuple(parts)))
 
 
-def rank_facts(profile: Profile | None, group: "KvCacheGroup", rank: int, ranks: int) -> ModelFacts:
+def rank_facts(profile: Profile | None, group: KvCacheGroup, rank: int, ranks: int) -> ModelFacts:
     """Return the facts of a profile for a rank. Raises ConfigError if the profile has another number of layers."""
     if profile is None:
         return NO_FACTS
@@ -191,7 +176,7 @@ def rank_facts(profile: Profile | None, group: "KvCacheGroup", rank: int, ranks:
     return ModelFacts(profile.info.rope, profile.for_rank(rank, ranks))
 
 
-def exact_counts(codec: CodecConfig, group: "KvCacheGroup") -> dict[int, int]:
+def exact_counts(codec: CodecConfig, group: KvCacheGroup) -> dict[int, int]:
     """Return each possible number of a block's first tokens that are stored by codec exact.
 
     Each is mapped to the most states (entries of the cache) that a rank can have of the tokens. The exact tokens are:

@@ -21,45 +21,39 @@ class ManthanMetadata(KVConnectorMetadata):
 
     place: str | None = None
     """Argument for `Tier.cleared`, by which workers drop all earlier compressed blocks; None to drop none."""
-    has_new_weights: bool = False
-    """True if weights have changed, or may have, since the last step."""
+    has_new_weights: bool = False  # True if weights have changed, or may have, since the last step
     drops: Sequence[BlocksDropped | BlocksTrimmed] = ()
     stores: Sequence[Transfer] = ()
     loads: Sequence[Transfer] = ()
-    tokens: int = 0
-    """Number of tokens that the model computes in this step."""
+    tokens: int = 0  # number of tokens that the model computes in this step
     failed: dict[str, Sequence[int]] = field(default_factory=dict)
     """By request id, ids of blocks to report to vLLM as failed: vLLM waits for loads of them that never begin."""
     cancels: bool = False
     """True to end transfers early, because the prefix cache is being reset. Blocks not transferred count as failed."""
     may_calibrate: bool = False
     """True if a codec's profile (statistics) may be made of this step's KV: no request in the engine has a tenant."""
-    revokes: bool = False
-    """True to give up stores whose blocks are not all read out of the pool yet, because requests need the blocks."""
+    revokes: bool = False  # True to give up stores whose blocks are not all read yet, because requests need the blocks
 
 
 class Candidate(NamedTuple):
-    """Profile of a codec, made from the KV of requests. path: its file. shape: sizes of blocks in that codec."""
+    """Profile of a codec, made from the KV of requests."""
 
-    path: Path
-    shape: MemoryShape
+    path: Path  # its file
+    shape: MemoryShape  # sizes of blocks in that codec
 
 
 @dataclass
 class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
     """Message from a worker half to the scheduler half, with news since the last step. vLLM joins all ranks'."""
 
-    results: list[TransferResult] = field(default_factory=list)
-    """Results of ended transfers, one for each transfer and rank."""
+    results: list[TransferResult] = field(default_factory=list)  # one for each ended transfer and rank
     gathered: list[int] = field(default_factory=list)
     """Ids of stores whose blocks a rank has read, so that the pool may reuse them. No id comes after the result."""
-    verdicts: list[Verdict] = field(default_factory=list)
-    """Newest measurements of the codecs' errors by each rank's guard."""
+    verdicts: list[Verdict] = field(default_factory=list)  # newest measurements of the codecs' errors by each guard
     measured: dict[int, int] = field(default_factory=dict)
     """By rank, number of blocks that the guard has measured before its first verdict, if the number has changed."""
     candidate: Candidate | None = None
-    errors: list[str] = field(default_factory=list)
-    """Names of the worker half's methods that raised an exception."""
+    errors: list[str] = field(default_factory=list)  # names of the worker half's methods that raised an exception
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ManthanWorkerMetadata":
         assert isinstance(other, ManthanWorkerMetadata)

@@ -22,8 +22,7 @@ a second in steps of 0.025 s, 19,000 in steps of 0.05 s, 24,000 in steps with vL
 """
 LEAST_TOKENS = 1024
 """Least limit of a step's tokens, unless vLLM's is lower. From smaller steps the time of a token is not estimated."""
-DECAY = 0.8
-"""Factor on sums of earlier steps' seconds and tokens, at each further step."""
+DECAY = 0.8  # factor on sums of earlier steps' seconds and tokens, at each further step
 
 
 class _Entry(NamedTuple):
@@ -43,13 +42,8 @@ class ReturnsFirstQueue(RequestQueue):
     request, its delay is `bound_s` more, so that requests for fewer blocks pass. This ends when more blocks are free.
     Apart from priority and preemption, no request passes one that arrived `2 * bound_s` earlier: none starves.
 
-    The queue is a sorted list: each change finds its position in O(log n), and then moves the entries behind it.
-
-    Args:
-        step_tokens: most tokens that vLLM computes in a step.
-        by_priority: True to serve requests with the lowest `Request.priority` first; False to ignore it.
-        bound_s: seconds; see above.
-        free: returns the number of the pool's free blocks.
+    step_tokens: most tokens that vLLM computes in a step. by_priority: True to serve requests with the lowest
+    `Request.priority` first; False to ignore it. free: returns the number of the pool's free blocks.
     """
 
     def __init__(self, step_tokens: int, by_priority: bool, bound_s: float, free: Callable[[], int]) -> None:
@@ -58,8 +52,7 @@ class ReturnsFirstQueue(RequestQueue):
         self._entries: dict[str, _Entry] = {}
         self._to_compute: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._front, self._back = count(-1, -1), count()
-        self._latest = -inf
-        """Latest arrival time among the requests that vLLM has taken from the queue."""
+        self._latest = -inf  # latest arrival time among the requests that vLLM has taken from the queue
         self._looked_at: tuple[str, int] | None = None
         """Id of the request that `peek_request` last returned, and free blocks then; None once vLLM has taken it."""
         self._too_large, self._free_then = set[str](), 0
@@ -91,8 +84,7 @@ class ReturnsFirstQueue(RequestQueue):
         return self._to_compute.get(first, first.num_tokens) <= tokens
 
     def get(self, request_id: str) -> Request | None:
-        entry = self._entries.get(request_id)
-        return None if entry is None else entry.request
+        return self._entries[request_id].request if request_id in self._entries else None
 
     def _push(self, request: Request, tie: int) -> None:
         self.remove_requests([request])
@@ -111,7 +103,6 @@ class ReturnsFirstQueue(RequestQueue):
         self._push(request, next(self._back))
 
     def prepend_request(self, request: Request) -> None:
-        """Add a request, before all requests with the same priority, preemption and time."""
         self._push(request, next(self._front))
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
@@ -138,9 +129,8 @@ class ReturnsFirstQueue(RequestQueue):
             changed.add(left)
         if self._too_large and self._free() > self._free_then:
             changed, self._too_large = self._too_large, set()
-        for request_id in changed:
-            if (entry := self._entries.get(request_id)) is not None:
-                self._push(entry.request, entry.tie)
+        for entry in [self._entries[request_id] for request_id in changed & self._entries.keys()]:
+            self._push(entry.request, entry.tie)
 
     def pop_request(self) -> Request:
         request = self._order[0].request
@@ -152,7 +142,7 @@ class ReturnsFirstQueue(RequestQueue):
         del self._order[bisect_left(self._order, self._entries.pop(request.request_id))]
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Remove those of the requests that are in the queue."""
+        """Remove the requests that are in the queue. Ignore the others."""
         for request in requests:
             if request.request_id in self._entries:
                 self.remove_request(request)
@@ -186,8 +176,7 @@ class StepLimit:
         self._least = min(self._most, max(LEAST_TOKENS, 2 * block_tokens))
         self._divides = scheduler.scheduler_config.long_prefill_token_threshold <= 0
         self._seconds = self._tokens = 0.0
-        self._last = 0, 0
-        """Tokens of the last two steps, because vLLM may schedule a step while the step before it runs."""
+        self._last = 0, 0  # tokens of the last two steps, because vLLM may schedule a step while another runs
         self._began = 0.0
 
     @property
@@ -207,8 +196,8 @@ class StepLimit:
                 self._tokens = DECAY * self._tokens + self._last[0]
             self._last, self._began = (self._last[1], tokens), now
             limit = self._most
-            if requests > 1 and self._seconds:
-                limit = min(limit, max(self._least, int(STEP_S * self._tokens / self._seconds)))
+            if requests > 1 and self.token_s:
+                limit = min(limit, max(self._least, int(STEP_S / self.token_s)))
             self._scheduler.max_num_scheduled_tokens = limit
         if self._divides:
             half = max(limit // 2, self._block_tokens)

@@ -5,14 +5,14 @@ Unsupported models and settings are refused when vLLM makes the engine's configu
 """
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from manthan.manager.config.model import FIELDS, FLAGS
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError
 from manthan.manager.tiers.sealed import keys_of
-from manthan.vllm_hooks.compat import before_engine, extend_engine_args, register_connector, watch_models
+from manthan.vllm_hooks.compat import before_engine, extend_engine_args, watch_models
 from manthan.vllm_hooks.http.hints import checked
 from manthan.vllm_hooks.lasting import check_disk, check_redis
 from manthan.vllm_hooks.settled import settle_codec
@@ -40,9 +40,12 @@ MIDDLEWARE = "manthan.vllm_hooks.http.middleware.Middleware"
 
 def register() -> None:
     """Register the connector, and wrap vLLM's functions for flags and models. vLLM calls this in every process."""
-    if register_connector(CONNECTOR, CONNECTOR_MODULE):
-        extend_engine_args(add_flags, read_flags, precheck, check)
-        watch_models(watch)
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    with suppress(ValueError):  # registered before
+        KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
+    extend_engine_args(add_flags, read_flags, configure)
+    watch_models(watch)
 
 
 def watch(vllm_config: "VllmConfig", model_config: "ModelConfig", model: "Module") -> None:
@@ -72,25 +75,21 @@ def read_flags(args: argparse.Namespace) -> None:
         args.middleware = [*middleware, MIDDLEWARE]
 
 
-def precheck(arguments: "EngineArgs", from_command_line: bool) -> None:
-    """Refuse --kv-offloading-size, by which vLLM would replace Manthan. Errors and `from_command_line`: see `check`."""
-    if (size := arguments.kv_offloading_size) is None or not is_on(arguments):
-        return
-    with one_sentence(from_command_line):
-        raise UnsupportedError(
-            f"Manthan cannot be used here: --kv-offloading-size is {size:g}, which replaces Manthan by vLLM's "
-            "offloading; remove it, or name OffloadingConnector in --kv-transfer-config."
-        )
+def configure(arguments: "EngineArgs", make: "Callable[[], VllmConfig]", from_command_line: bool) -> "VllmConfig":
+    """Return an engine's configuration, as vLLM's `make` returns it, with codec and memory settled for Manthan.
 
-
-def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
-    """Refuse unsupported models and settings, choose the codec, and set memory aside, before vLLM starts processes.
-
-    vllm_config: changed here. from_command_line: True to end the program with one sentence, False to raise ConfigError.
+    Unsupported models and settings are refused before vLLM starts processes: with ConfigError, or, from a command line,
+    by ending the program with one sentence.
     """
-    if not is_on(vllm_config):
-        return
     with one_sentence(from_command_line):
+        if (size := arguments.kv_offloading_size) is not None and is_on(arguments):
+            raise UnsupportedError(
+                f"Manthan cannot be used here: --kv-offloading-size is {size:g}, which replaces Manthan by vLLM's "
+                "offloading; remove it, or name OffloadingConnector in --kv-transfer-config."
+            )
+        vllm_config = make()
+        if not is_on(vllm_config):
+            return vllm_config
         complete(vllm_config)
         check_supported(vllm_config)
         settle_codec(vllm_config)
@@ -103,6 +102,7 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         set_gpu_memory_aside(vllm_config)
         leave_time_to_drain(vllm_config)
     before_engine(checked)
+    return vllm_config
 
 
 def add_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":

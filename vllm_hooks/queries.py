@@ -27,15 +27,11 @@ from manthan.vllm_hooks.http.models import (
 if TYPE_CHECKING:
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
-METHOD = "manthan_query"
-"""Name of the utility call that the engine core offers to API servers."""
-ORDER = 50
-"""Most sessions that the answer to "state" names: the first in the eviction policy's order."""
-UNKNOWN, NOT_NOW, ASLEEP = 404, 409, 503
-"""HTTP statuses of refusals."""
+METHOD = "manthan_query"  # name of the utility call that the engine core offers to API servers
+ORDER = 50  # most sessions that the answer to "state" names: the first in the eviction policy's order
+UNKNOWN, NOT_NOW, ASLEEP = 404, 409, 503  # HTTP statuses of refusals
 
-Answer = dict[str, Any]
-"""Mapping with the key `refused`: HTTP status, and a sentence."""
+Answer = dict[str, Any]  # mapping with the key `refused`: HTTP status, and a sentence
 
 
 class Queries:

@@ -25,58 +25,43 @@ from manthan.vllm_hooks.queries import METHOD
 
 logger = init_logger("vllm.manthan")
 
-EVERY = 1000
-"""Mean number of ended requests with a lossy restore for each one that is remembered."""
-QUIET_S = 5.0
-"""Least seconds since the end of the last request before a recheck."""
-ASK_S = 5.0
-"""Seconds after which an API server asks the engine cores again."""
-TOP = 20
-"""Number of next tokens, the likeliest of each computation, whose probabilities are compared."""
-TINY = 1e-9
-"""Least probability, against division by 0."""
+EVERY = 1000  # mean number of ended requests with a lossy restore for each one that is remembered
+QUIET_S = 5.0  # least seconds since the end of the last request before a recheck
+ASK_S = 5.0  # seconds after which an API server asks the engine cores again
+TOP = 20  # number of next tokens, the likeliest of each computation, whose probabilities are compared
+TINY = 1e-9  # least probability, against division by 0
 LOSSY, EXACT = "lossy", "exact"
 
 
 class Restore(NamedTuple):
-    """Restore to recheck. asker: the restored request's, by which lossy blocks may serve the recheck. hashes: of the
-    prompt's first blocks, which must still be in the prefix cache. least: number of these blocks' tokens.
-    """
+    """Restore to recheck."""
 
     prompt: Sequence[int]
-    asker: Asker
-    hashes: Sequence[bytes]
-    least: int
+    asker: Asker  # the restored request's, by which lossy blocks may serve the recheck
+    hashes: Sequence[bytes]  # of the prompt's first blocks, which must still be in the prefix cache
+    least: int  # number of these blocks' tokens
 
 
 class Rechecks:
     """Rechecks of an engine core. At most one restore waits for a recheck; a newer restore replaces it.
 
     A recheck's requests belong to no session, are not stored, and do not count in Manthan's metrics of requests. Their
-    ids begin with a random secret, so that no client can send a request with such an id.
+    ids begin with a random secret of the engine, so that no client can send a request with such an id.
     """
 
     def __init__(self, vllm_config: VllmConfig, is_on: bool) -> None:
         model = vllm_config.model_config
         self._top = TOP if model.max_logprobs < 0 else min(TOP, model.max_logprobs)
         self._is_on = is_on and self._top > 0 and model.logprobs_mode.endswith("logprobs")
+        self._prefix = f"manthan-{secrets.token_hex(16)}-"
         self._waiting: Restore | None = None
         self._taken: Restore | None = None
-        self._secret = ""
-        """Secret of the recheck of `_taken`, until a result, a reset or a newer recheck comes; else empty."""
-        self._running: set[str] = set()
+        self._secret = ""  # of the recheck of `_taken`, until a result, a reset or a newer recheck comes; else empty
         self._quiet_from = 0.0
 
     def __contains__(self, request_id: str) -> bool:
-        """True if this is the id of a running request of a recheck."""
-        return request_id in self._running
-
-    def began(self, request_id: str) -> bool:
-        """Note a new request. Return True if a recheck made the request."""
-        is_ours = bool(self._secret) and request_id.startswith(self._secret)
-        if is_ours:
-            self._running.add(request_id)
-        return is_ours
+        """True if a recheck made the request with this id."""
+        return request_id.startswith(self._prefix)
 
     def asker(self, request_id: str) -> Asker | None:
         """Return the asker of the request that a recheck makes behind cached KV; None for any other request."""
@@ -84,13 +69,9 @@ class Rechecks:
             return None
         return self._taken.asker
 
-    def ended(self, request_id: str) -> bool:
-        """Note the end of a request. Return True if a recheck made the request."""
-        if request_id in self._running:
-            self._running.remove(request_id)
-            return True
+    def ended(self) -> None:
+        """Note the end of a client's request."""
         self._quiet_from = time.monotonic() + QUIET_S
-        return False
 
     def offer(self, request: Request, asker: Asker, hashes: Sequence[bytes], least: int) -> None:
         """Remember one in `EVERY` ended requests with a lossy restore, by chance, if its KV depends on tokens only."""
@@ -101,13 +82,12 @@ class Rechecks:
 
     @property
     def due(self) -> Restore | None:
-        """Restore to recheck now; None if none waits, if a recheck runs, or in the `QUIET_S` after a request's end."""
-        is_quiet = not self._running and time.monotonic() >= self._quiet_from
-        return self._waiting if is_quiet else None
+        """Restore to recheck now; None if none waits, or in the `QUIET_S` after the end of a client's request."""
+        return self._waiting if time.monotonic() >= self._quiet_from else None
 
     def take(self, found: Restore) -> dict[str, Any]:
         """Begin the recheck of a restore. Return the task for an API server."""
-        self._waiting, self._taken, self._secret = None, found, f"manthan-{secrets.token_hex(16)}"
+        self._waiting, self._taken, self._secret = None, found, self._prefix + secrets.token_hex(8)
         return {"secret": self._secret, "prompt": list(found.prompt), "least": found.least, "top": self._top}
 
     def accept(self, secret: str) -> bool:
@@ -118,7 +98,6 @@ class Rechecks:
         return True
 
     def forget(self) -> None:
-        """Forget the waiting restore and the running recheck: the KV is gone, or the result has come."""
         self._waiting, self._taken, self._secret = None, None, ""
 
 

@@ -53,7 +53,7 @@ from manthan.manager.tiers.redis import FALL
 from manthan.manager.transfer import on_each
 from manthan.vllm_hooks.compat import Core, Lookups, VllmPool, replace_waiting, tokens_to_load, under_construction
 from manthan.vllm_hooks.events import KvEvents
-from manthan.vllm_hooks.fingerprint import namespace_of
+from manthan.vllm_hooks.fingerprint import Sharding, namespace_of
 from manthan.vllm_hooks.groups import Part, config_for, on_all_ranks
 from manthan.vllm_hooks.http.hints import answer_to, hints_of, lossy_prefill_tokens, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
@@ -64,7 +64,6 @@ from manthan.vllm_hooks.ordering import ReturnsFirstQueue, StepLimit
 from manthan.vllm_hooks.queries import METHOD, Queries
 from manthan.vllm_hooks.rechecks import Rechecks
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
-from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_left_out, tell_rechecks
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
@@ -141,8 +140,8 @@ class SchedulerHalf:
                 f"tiers.kind is {config.tiers.kind}, but the model has layers with sliding windows and "
                 f"{'blocks of several sizes' if self.groups.is_whole else 'none with full attention'}: use host."
             )
-        namespace, lasting = None, config.tiers.is_lasting
-        if lasting:
+        namespace = None
+        if config.tiers.is_lasting:
             weights = set(self._core.ask(loaded_digest))
             if len(weights) > 1:
                 raise UnsupportedError(
@@ -151,7 +150,7 @@ class SchedulerHalf:
                 )
             namespace = namespace_of(vllm_config, config, self.groups, weights.pop())
         owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"  # this engine's unique name
-        self._core.prepare_requests(salts_of(config), lasting)
+        self._core.prepare_requests(salts_of(config), config.tiers.is_lasting)
         chosen = choose_policy(config.policy)
         shares = Shares(config.tiers.pinned_share, config.tenants.shares)
         self.manager = SessionManager(
@@ -181,8 +180,11 @@ class SchedulerHalf:
             self._events = KvEvents(self.manager, self.groups, kv_cache_config, config.tiers.places[-1])
         self._redis: RedisLink | None = None
         self._books: DiskBooks | None = None
+        self._journal: JournalLink | None = None
         if namespace is not None and config.tiers.is_on_disk:
             self._books = DiskBooks(vllm_config, config, namespace.name, sharding)
+            if not shared:
+                self._journal = self._books.link(self.manager, self._fronts, self._events)
         if namespace is not None and shared:
             sessions = make_sessions(vllm_config, config, namespace, owner, self._wake, sharding)
             parts = self._parts if self.groups.at_points else None
@@ -191,39 +193,28 @@ class SchedulerHalf:
         self._requests: dict[str, Request] = {}
         self._waiting: ReturnsFirstQueue | None = None
         """Manthan's queue of the scheduler's waiting requests; None if the scheduler still has vLLM's own queue."""
-        self.limit: StepLimit | None = None
-        """Limits on a step's tokens; None if only vLLM's own limits apply."""
+        self.limit: StepLimit | None = None  # limits on a step's tokens; None if only vLLM's own limits apply
         self._resident: dict[str, int] = {}
         """By id of a request that `match` has answered and that has no blocks yet, number of its resident blocks."""
-        self._place: str | None = None
-        """Argument for `Tier.cleared` after a reset, until the workers are told; None without a reset."""
-        self._has_new_weights = False  # true until the workers are told
+        self._found = set[str]()  # ids of requests for which `Lookups` has called `found`, until `allocated`
+        self._place: str | None = None  # argument for `Tier.cleared` after a reset, until workers are told
         self._deadline = inf
         self._drained_at: float | None = None
         """Time until which sessions are saved at the engine's end; None before the shutdown, 0 after the saving."""
         self._woken = False  # True to have vLLM run a step though there may be no request; cleared by the step
+        self._cancels = False  # True to have workers end transfers early
         self._weights: list[tuple[int, str]] | None = None
         """`weights_state` of each worker when the KV in the cold store was computed; None if unknown."""
-        self._is_unsure = False
-        """True to compare weights before the next request: a load of weights or a reset of the cache was tried."""
-        self._drops = False
-        """True if the next request empties the cold store, because the caller of a pause has asked for this."""
-        self._found = set[str]()
-        """Ids of requests for which `Lookups` has called `found`, until `allocated`."""
-        self._was_called = False
-        """True if workers were called since the last `_heed_calls`. The call may have loaded weights."""
-        self._cancels = False  # True to have workers end transfers early
+        self._has_new_weights = False  # True until the workers are told
+        self._was_called = False  # True if workers were called since the last `_heed_calls`, maybe to load weights
+        self._is_unsure = False  # True to compare weights before the next request: a load or a reset was tried
+        self._drops = False  # True if the next request empties the cold store, as the caller of a pause has asked
         self._calibrates = bool(settings(vllm_config).get(CALIBRATES))
-        self._has_left_out = False
-        """True if a step with a tenant's request was left out of the profile, and the log has said so."""
+        self._has_left_out = False  # True if the log has said that a step with a tenant's request made no profile
         self._candidate: Candidate | None = None
         """Profile (a codec's tables) made from requests' KV, until the guard uses its codec; None without a profile."""
         self._sweeper = Sweeper(min(config.idle.after_s, LEAD_S), self._is_due, self._wake)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
-        self._journal: JournalLink | None = None
-        if self._books is not None and not shared:
-            notes = None if self._events is None else self._events.notes
-            self._journal = self._books.link(self.manager, self._fronts, notes)
 
     def bind(self, pool: BlockPool) -> None:
         """Make the driver and the parts that need `pool`. vLLM calls this inside the scheduler's constructor."""
@@ -278,7 +269,7 @@ class SchedulerHalf:
     # -- vLLM's local prefix cache; see `Lookups` ----------------------------------------------------
 
     def asker(self, request: Request) -> Asker | None:
-        """Return the owner for which the request may use lossy blocks, see `Marks.serves`; None if it may use none."""
+        """Return the asker for `Marks.serves`; None for a request that may use no lossy blocks."""
         return self.rechecks.asker(request.request_id) or self.driver.asker(request.request_id)
 
     def found(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
@@ -305,7 +296,7 @@ class SchedulerHalf:
     # -- requests -------------------------------------------------------------------------------------
 
     def new_request(self, request: Request) -> None:
-        if self.rechecks.began(request.request_id):
+        if request.request_id in self.rechecks:
             return
         hints, prompt, tail = hints_of(request), request.prompt_token_ids, None
         if prompt is not None:  # tail: the prompt's tokens behind its last full block
@@ -339,8 +330,7 @@ class SchedulerHalf:
             is_saved = row >= 0 and bool(blocks.status[row] & SAVED)
             return not is_saved and self.pool.lookup(self._group, [hashes[at]]) == [-1]
 
-        usable = 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
-        found = bisect_left(range(usable), True, key=is_gone)
+        found = bisect_left(range(self._usable(request)), True, key=is_gone)
         if found:
             [block_id] = self.pool.lookup(self._group, [hashes[found - 1]])
             if block_id >= 0:
@@ -368,13 +358,15 @@ class SchedulerHalf:
         next step with the same bad blocks.
         """
         self._begin_again()
-        resident = computed // self._block_size
-        usable = 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
+        resident, usable = computed // self._block_size, self._usable(request)
         blocks = self.driver.matched(request.request_id, resident, usable, self._blocks(request), time.monotonic())
         if blocks is None:
             return None, False
         self._resident[request.request_id] = resident
         return blocks * self._block_size, blocks > 0
+
+    def _usable(self, request: Request) -> int:
+        return 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
 
     def _blocks(self, request: Request) -> int:
         return self.groups.held(request.num_tokens, self._vllm_config.max_in_flight_tokens)
@@ -389,20 +381,19 @@ class SchedulerHalf:
             self._events.remember(request, usable)
         taken = sum(map(len, blocks.blocks))
         self.driver.admitted(request.request_id, resident, usable, taken, brought // self._block_size)
-        was_found = request.request_id in self._found  # False if a connector loads: vLLM caches the blocks later
-        self._found.discard(request.request_id)
-        if not was_found:
+        if request.request_id in self._found:
+            self._found.remove(request.request_id)
+        else:  # a connector loads, and vLLM caches the blocks later
             self.driver.hits(request.request_id, blocks.get_block_ids())
         if brought and (decoded := lossy_prefill_tokens(request.kv_transfer_params)):
             self._handed(request.request_id, blocks, decoded)
         if tokens:
-            block_ids = blocks.get_block_ids()
-            end, resident_tokens = resident + tokens // self._block_size, resident * self._block_size
+            block_ids, end = blocks.get_block_ids(), resident + tokens // self._block_size
             found, others = end + self.groups.again, []
             for group, parts in groupby(self.groups.parts(found), attrgetter("group")):
-                cold, ids = [part for part in parts if part.first_token >= resident_tokens], block_ids[group]
+                cold = [part for part in parts if part.first_token >= resident * self._block_size]
                 named = [self._key_of(part, request) for part in cold]
-                others.append((group, named, [ids[part.at] for part in cold]))
+                others.append((group, named, [block_ids[group][part.at] for part in cold]))
             self.driver.loading(request.request_id, resident, found, block_ids[self._group][resident:end], others)
             if self.telemetry.traces is not None:
                 self.telemetry.traces.restoring(request.request_id, list(self._tiers(request.request_id, tokens)))
@@ -432,41 +423,36 @@ class SchedulerHalf:
 
         In a model whose blocks are stored for resume points only, all tokens count for the slowest tier of the load.
         """
-        blocks, fronts, names = self.manager.blocks, self.driver.fronts, self.config.tiers.tier_names
-        jobs = self.driver.loads_of(request_id)
+        blocks, names, is_whole = self.manager.blocks, self.config.tiers.tier_names, self.groups.is_whole
         if not any(blocks.moved_nbytes):
             return {names[0]: tokens}
-        is_whole = self.groups.is_whole
-        rows = (
-            row
-            for job in jobs
-            if job.group == self._group or not is_whole
-            for row in blocks.find(job.group, job.block_hashes).tolist()
-        )
-        tiers = Counter(fronts.tier_of(row) if row >= 0 else 0 for row in rows)
+        jobs = [job for job in self.driver.loads_of(request_id) if job.group == self._group or not is_whole]
+        rows = [row for job in jobs for row in blocks.find(job.group, job.block_hashes).tolist()]
+        tiers = Counter(self.driver.fronts.tier_of(row) if row >= 0 else 0 for row in rows)
         if not is_whole:
             return {names[max(tiers, default=0)]: tokens}
-        behind = {names[tier]: self._block_size * tiers[tier] for tier in sorted(tiers) if tier}
-        counts = {names[0]: tokens - sum(behind.values())} | behind
-        return {tier: count for tier, count in counts.items() if count}
+        behind = {names[tier]: self._block_size * count for tier, count in sorted(tiers.items()) if tier}
+        first = tokens - sum(behind.values())
+        return {names[0]: first} | behind if first else behind
 
     def finished(self, request: Request, blocks: int) -> dict[str, Any] | None:
         """Note a request's end. Return kv_transfer_params for its output. blocks: number of its main group's blocks."""
         self._resident.pop(request.request_id, None)
-        if self.rechecks.ended(request.request_id):
+        if request.request_id in self.rechecks:
             self.driver.finished(request.request_id, (), time.monotonic(), 0)
             if request.cache_salt:  # no other request can find these blocks
                 for group in self.groups.stored:
                     step = group.tokens // self.groups.hash_tokens
                     self.pool.release(group.index, request.block_hashes[step - 1 :: step])
             return None
+        self.rechecks.ended()
         self._requests.pop(request.request_id, None)
         if self.limit is not None and not self._requests:
             self.limit.rest()
         found = self.driver.found(request.request_id)
-        computed = min(blocks, request.num_computed_tokens // self._block_size)
-        computed = self.groups.deepest(self._entered(self._keys(request)[:computed]))
-        keys = self._keys(request)[:computed]
+        keys = self._keys(request)[: min(blocks, request.num_computed_tokens // self._block_size)]
+        computed = self.groups.deepest(self._entered(keys))
+        keys = keys[:computed]
         prompt_depth = self.groups.deepest(self.driver.usable(request.num_prompt_tokens))
         depths = dict.fromkeys((computed, min(computed, prompt_depth)))  # the same prompt may come again
         points = [
@@ -505,7 +491,6 @@ class SchedulerHalf:
         return request.block_hashes if step == 1 else request.block_hashes[step - 1 :: step]
 
     def _parts(self, depth: int) -> Iterator[tuple[int, int]]:
-        """Yield group and position of each block that a resume point after `depth` blocks of the main group needs."""
         return ((part.group, part.at) for part in self.groups.parts(depth))
 
     def _key_of(self, part: Part, request: Request) -> bytes:
@@ -552,12 +537,9 @@ class SchedulerHalf:
         self._reorder()
         if self.limit is not None:
             self.limit.begin(scheduled_tokens, now, len(self._requests))
-        place, self._place = self._place, None
-        has_new_weights, self._has_new_weights = self._has_new_weights, False
-        self._set_deadline()
-        return ManthanMetadata(
-            place,
-            has_new_weights,
+        metadata = ManthanMetadata(
+            self._place,
+            self._has_new_weights,
             work.drops,
             work.stores,
             work.loads,
@@ -566,9 +548,12 @@ class SchedulerHalf:
             revokes=work.revokes,
             may_calibrate=self._may_calibrate(scheduled_tokens),
         )
+        self._place, self._has_new_weights = None, False
+        self._set_deadline()
+        return metadata
 
     def _may_calibrate(self, tokens: int) -> bool:
-        """True if workers may take tokens of a step for a profile. tokens: number that vLLM computes in the step."""
+        """True if workers may make a profile of the KV of a step with `tokens` tokens."""
         if not self._calibrates or tokens < LEAST:
             return False
         has_tenants = any(map(tenant_of, self._requests.values()))
@@ -579,7 +564,8 @@ class SchedulerHalf:
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
         """Take results of workers. A transfer is settled when every rank that takes part in it has answered."""
-        self._gathered(report)
+        gathered, report.gathered = report.gathered, []  # after an error `drain` gets the same report
+        self.driver.gathered(gathered)
         if report.candidate is not None and self.guard is not None:
             path, shape = report.candidate
             main = replace(shape.groups[shape.main], codec=CALIBRATED)  # other groups keep their codecs
@@ -593,11 +579,6 @@ class SchedulerHalf:
             threading.Thread(target=_keep, args=(path,), name="manthan-profile", daemon=True).start()
         self._reorder()
         self._set_deadline()
-
-    def _gathered(self, report: ManthanWorkerMetadata) -> None:
-        """Note stores whose blocks a rank has read. Clear them in the report, so that `drain` does not repeat them."""
-        gathered, report.gathered = report.gathered, []
-        self.driver.gathered(gathered)
 
     def has_work(self) -> bool:
         """True if the engine should run a step even without requests."""
@@ -614,7 +595,7 @@ class SchedulerHalf:
         return self.driver.has_work or (self._events is not None and self._events.has_news)
 
     def _drains(self) -> bool:
-        """True while sessions are being saved at the engine's end, for tiers that outlive the engine."""
+        """True while sessions are being saved at the engine's end, in tiers that outlive the engine."""
         tiers, now = self.config.tiers, time.monotonic()
         if not (tiers.is_lasting and tiers.drain_s) or self.is_out_of_use or self._is_unsure:
             return False
@@ -631,7 +612,6 @@ class SchedulerHalf:
         return False
 
     def take_events(self) -> Sequence[KVCacheEvent]:
-        """Return KV events for the blocks saved and dropped since the last call."""
         return () if self._events is None else self._events.take()
 
     # -- resets and sleep -----------------------------------------------------------------------------
@@ -651,7 +631,6 @@ class SchedulerHalf:
         self.driver.halt(time.monotonic())
 
     def is_moving(self) -> bool:
-        """True while a transfer is under way."""
         return self.driver.is_moving
 
     def go_on(self, was_reset: bool) -> None:
@@ -672,7 +651,6 @@ class SchedulerHalf:
 
     @property
     def is_out_of_use(self) -> bool:
-        """True while the engine sleeps."""
         return self._core.is_asleep
 
     def paused(self, drops: bool) -> None:
@@ -722,7 +700,7 @@ class SchedulerHalf:
 
     def drain(self, report: ManthanWorkerMetadata) -> None:
         """Give back the pool's blocks of stores and prefetches that ended after `give_up`."""
-        self._gathered(report)
+        self.driver.gathered(report.gathered)
         self.driver.drain(report.results)
 
     def shutdown(self) -> None:
@@ -731,7 +709,7 @@ class SchedulerHalf:
             if opened is not None:
                 opened.close()
 
-    # -- the rest -------------------------------------------------------------------------------------
+    # -- deadlines ------------------------------------------------------------------------------------
 
     def steered(self) -> None:
         """Have the engine run a step after a call of the HTTP API, such as a change of a session."""

@@ -31,10 +31,8 @@ CALIBRATES = "manthan_profile_to_make"
 """Keys in the settings that vLLM hands to its processes. Values: the codec as configured; the digest of the chosen
 codec's profile; why kernels are not used; and the path of a profile to make from prompts. The last three may be empty.
 """
-PROBE_S = 60.0
-"""Most seconds to compile a kernel, to see if the compiler works."""
-SHARED = "this GPU shares the CPU's memory"
-"""Reason to encode on the CPU, so that the model has the GPU alone."""
+PROBE_S = 60.0  # most seconds to compile a kernel, to see if the compiler works
+SHARED = "this GPU shares the CPU's memory"  # reason to encode on the CPU, so that the model has the GPU alone
 PROBE = f"""
 import sys
 try:
@@ -46,15 +44,11 @@ except Exception as error:
     sys.exit(str(error))
 """
 """Program that compiles an empty kernel. Its error, or SHARED, goes to standard error."""
-AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
-"""Values of `codec` for blocks that are kept bit for bit."""
+AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}  # for blocks kept bit for bit
 
 
 def settle_codec(vllm_config: "VllmConfig") -> None:
-    """Choose codec and profile, and write them into the settings. Raises ConfigError.
-
-    A second call begins again from the codec as configured.
-    """
+    """Choose codec and profile from the configured codec, and write them into the settings. Raises ConfigError."""
     extra, model, parallel = settings(vllm_config), vllm_config.model_config, vllm_config.parallel_config
     asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
     if FAULT not in extra:
@@ -118,11 +112,7 @@ def _calibrates(vllm_config: "VllmConfig", codec: CodecConfig) -> str:
 
 @cache
 def kernel_fault() -> str:
-    """Return why kernels cannot be compiled for this machine's first GPU; empty if they can; SHARED if not needed.
-
-    The compiler runs in a separate process, because vLLM may fork its processes from this one, and a process that is
-    forked after a compilation cannot use CUDA.
-    """
+    """Return why kernels cannot be compiled for this machine's first GPU; empty if they can; SHARED if not needed."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
@@ -133,7 +123,10 @@ def kernel_fault() -> str:
 
 
 def _compiled(architecture: str) -> str:
-    """Compile an empty kernel in a separate process. Return the reason for a failure; empty for none."""
+    """Compile an empty kernel in a separate process. Return the reason for a failure; empty for none.
+
+    vLLM may fork its processes from this one, and a process that is forked after a compilation cannot use CUDA.
+    """
     command = [sys.executable, "-c", PROBE, architecture]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S)
@@ -158,10 +151,7 @@ def without_profile(asked: CodecConfig, why: str) -> CodecConfig:
 
 
 def settled_profile(vllm_config: "VllmConfig") -> Profile | None:
-    """Return the codec's profile; None without one.
-
-    Raises ConfigError if the file cannot be loaded, or has changed since `settle_codec`.
-    """
+    """Return the codec's profile, if any. Raises ConfigError for a bad file, or one changed since `settle_codec`."""
     extra = settings(vllm_config)
     if not (digest := extra.get(DIGEST)):
         return None

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
 
 DEVICES = ("cpu", "cuda")
-VLLM = ">=0.32,<0.34"
-"""Releases of vLLM whose private parts Manthan knows; see docs/compatibility.md."""
+VLLM = ">=0.32,<0.34"  # releases of vLLM whose private parts Manthan knows; see docs/compatibility.md
 RELEASES = ("0.32", "0.33")
 DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")
 """Methods of --speculative-config with a draft whose KV Manthan stores together with the model's KV."""
@@ -22,14 +21,12 @@ NOT_BESIDE = {CONNECTOR, "DecodeBenchConnector", "HiSparseConnector", SEVERAL}
 
 DecodeBenchConnector fills the cache with made-up KV, and HiSparseConnector keeps KV outside of vLLM's blocks.
 """
-PLAIN = ("auto", "bfloat16", "float16", "float32")
-"""Values of --kv-cache-dtype for caches that are not quantized."""
+PLAIN = ("auto", "bfloat16", "float16", "float32")  # values of --kv-cache-dtype for caches that are not quantized
 E4M3 = "fp8_e4m3"
 FP8 = {"fp8": Dtype.FLOAT8_E4M3, E4M3: Dtype.FLOAT8_E4M3, "fp8_e5m2": Dtype.FLOAT8_E5M2}
 """Dtypes of one byte, by --kv-cache-dtype. Codecs ignore a layer's scale, because the scale never changes while the
 engine runs."""
-DS_MLA = "fp8_ds_mla"
-"""--kv-cache-dtype of latents (MLA) in fp8, for which the cache has scales of each token."""
+DS_MLA = "fp8_ds_mla"  # --kv-cache-dtype of latents (MLA) in fp8, for which the cache has scales of each token
 
 
 class UnsupportedError(ConfigError):
@@ -54,58 +51,42 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     names = [each.get("kv_connector") for each in entries(transfer)]
     strange = sorted(name for name in NOT_BESIDE if names.count(name) > (name == CONNECTOR))  # one entry is Manthan's
     hashes = hash_refusal(config.tiers, cache.prefix_caching_hash_algo, config.tenants)
-    refusals = [
-        (device not in DEVICES, f"vLLM runs on {device}; {' and '.join(DEVICES)} are supported"),
-        (device == "cpu" and on_device, "tiers.kind is device, but vLLM runs on the CPU: use host"),
-        (
-            not current_platform.is_cuda() and config.codec.backend == "cuda",
-            f"codec.backend is cuda, but vLLM runs on {current_platform.device_name}: use auto or numpy",
+    backend, on_cuda = config.codec.backend, current_platform.is_cuda()
+    has_strange_draft = has_draft(vllm_config) and speculative is not None and speculative.method not in DRAFTS
+    uncached_latents = model.use_mla and device == "cpu" and not cache.enable_prefix_caching
+    quantized_on_rocm = current_platform.is_rocm() and cache.cache_dtype not in PLAIN
+    no_headers = bool(config.tenants.header) and envs.VLLM_USE_RUST_FRONTEND
+    refusals = {
+        f"vLLM runs on {device}; {' and '.join(DEVICES)} are supported": device not in DEVICES,
+        "tiers.kind is device, but vLLM runs on the CPU: use host": device == "cpu" and on_device,
+        f"codec.backend is cuda, but vLLM runs on {current_platform.device_name}: use auto or numpy": backend == "cuda"
+        and not on_cuda,
+        "tiers.kind is device, but codec.backend numpy keeps blocks in RAM: use kind host, or codec.backend auto": (
+            on_device and backend == "numpy"
         ),
-        (
-            on_device and config.codec.backend == "numpy",
-            "tiers.kind is device, but codec.backend numpy keeps blocks in RAM: use kind host, or codec.backend auto",
+        "vLLM's CPU build switches prefix caching off for models with multi-head latent attention (MLA), such as "
+        f"{model.model}; serve it on a GPU, or without Manthan": uncached_latents,
+        f"{model.model} has no attention layers, but states only; {without}": model.is_attention_free,
+        f"{model.model} is an encoder-decoder model; {without}": model.is_encoder_decoder,
+        f"--kv-cache-dtype {cache.cache_dtype} was never tried on ROCm, whose fp8 may be of another kind; use auto": (
+            quantized_on_rocm
         ),
-        (
-            model.use_mla and device == "cpu" and not cache.enable_prefix_caching,
-            f"vLLM's CPU build switches prefix caching off for models with multi-head latent attention (MLA), such as "
-            f"{model.model}; serve it on a GPU, or without Manthan",
+        hashes: bool(hashes),
+        "prefix caching is off; remove --no-enable-prefix-caching": not cache.enable_prefix_caching,
+        f"--speculative-config has method {speculative and speculative.method}, whose draft's KV was never tried; "
+        f"use {', '.join(DRAFTS)}, or ngram": has_strange_draft,
+        f"tenants.header is {config.tenants.header}, but VLLM_USE_RUST_FRONTEND is set, and that front end hands "
+        "no headers on; unset one of the two": no_headers,
+        f"kv_role of {transfer.kv_connector} is {transfer.kv_role}, but Manthan loads KV on every side: use "
+        "kv_both, and name the role of any further connector in its own entry": transfer.kv_role != "kv_both",
+        f"--kv-transfer-config names {', '.join(strange)} together with Manthan: leave that out": bool(strange),
+        f"kv_load_failure_policy of {transfer.kv_connector} is {transfer.kv_load_failure_policy}: set it to "
+        "recompute, so that a lost block costs time and not the request": (
+            transfer.kv_load_failure_policy != "recompute"
         ),
-        (model.is_attention_free, f"{model.model} has no attention layers, but states only; {without}"),
-        (model.is_encoder_decoder, f"{model.model} is an encoder-decoder model; {without}"),
-        (
-            current_platform.is_rocm() and cache.cache_dtype not in PLAIN,
-            f"--kv-cache-dtype {cache.cache_dtype} was never tried on ROCm, whose fp8 may be of another kind; use auto",
-        ),
-        (bool(hashes), hashes),
-        (not cache.enable_prefix_caching, "prefix caching is off; remove --no-enable-prefix-caching"),
-        (
-            speculative is not None and speculative.method not in DRAFTS and has_draft(vllm_config),
-            f"--speculative-config has method {speculative and speculative.method}, whose draft's KV was never tried; "
-            f"use {', '.join(DRAFTS)}, or ngram",
-        ),
-        (
-            bool(config.tenants.header) and envs.VLLM_USE_RUST_FRONTEND,
-            f"tenants.header is {config.tenants.header}, but VLLM_USE_RUST_FRONTEND is set, and that front end hands "
-            "no headers on; unset one of the two",
-        ),
-        (
-            transfer.kv_role != "kv_both",
-            f"kv_role of {transfer.kv_connector} is {transfer.kv_role}, but Manthan loads KV on every side: use "
-            "kv_both, and name the role of any further connector in its own entry",
-        ),
-        (
-            bool(strange),
-            f"--kv-transfer-config names {', '.join(strange)} together with Manthan: leave that out",
-        ),
-        (
-            transfer.kv_load_failure_policy != "recompute",
-            f"kv_load_failure_policy of {transfer.kv_connector} is {transfer.kv_load_failure_policy}: set it to "
-            "recompute, so that a lost block costs time and not the request",
-        ),
-    ]
-    for refused, why in refusals:
-        if refused:
-            raise UnsupportedError(f"Manthan cannot be used here: {why}.")
+    }
+    if why := next((reason for reason, is_refused in refusals.items() if is_refused), ""):
+        raise UnsupportedError(f"Manthan cannot be used here: {why}.")
 
 
 def check_version(version: str) -> None:
@@ -131,13 +112,10 @@ def hash_refusal(store: TiersConfig, algorithm: str, tenants: TenantsConfig) -> 
 
 
 class Latents(NamedTuple):
-    """Count of a token's numbers in one layer of a model with latents (MLA); 0 for a model with keys and values.
+    """Count of a token's numbers in one layer of a model with latents (MLA); 0 for a model with keys and values."""
 
-    numbers: of the latent. turned: of the part of the key that RoPE turns.
-    """
-
-    numbers: int = 0
-    turned: int = 0
+    numbers: int = 0  # of the latent
+    turned: int = 0  # of the part of the key that RoPE turns
 
     @classmethod
     def of(cls, vllm_config: "VllmConfig") -> Self:

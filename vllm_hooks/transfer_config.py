@@ -17,10 +17,8 @@ CONNECTOR_MODULE = "manthan.vllm_hooks.connector"
 EXTRA_KEY = "manthan"
 ABORTS_KEY = "manthan_aborts_at_shutdown"
 """Key of `settings`. Its value is True if Manthan has set shutdown_timeout, and requests must still end at SIGTERM."""
-END_S = 5
-"""Seconds that vLLM's engine gets to end, in addition to `tiers.drain_s` for saving sessions."""
-SOURCES_KEY = "manthan_sources"
-"""Key of `settings` for the sources of Manthan's values; see `resolve.Resolved`."""
+END_S = 5  # seconds that vLLM's engine gets to end, in addition to `tiers.drain_s` for saving sessions
+SOURCES_KEY = "manthan_sources"  # key of `settings` for the sources of Manthan's values; see `resolve.Resolved`
 SEVERAL = "MultiConnector"
 """vLLM's connector that combines several connectors, whose settings are under the key ENTRIES of its extra config."""
 ENTRIES = "connectors"
@@ -37,8 +35,7 @@ def kv_transfer_config(
         options: keys of the configuration, or flags. They override the environment and the file. Nested keys are
             mappings: `tiers={"max_bytes": "8GiB"}`.
 
-    Raises:
-        ConfigError: for a configuration that cannot be used, or an unknown policy, codec or kind of tier.
+    Raises: ConfigError for a configuration that cannot be used, or an unknown policy, codec or kind of tier.
     """
     from vllm.config import KVTransferConfig
 
@@ -54,11 +51,10 @@ def kv_transfer_config(
 
 
 def together(other: "KVTransferConfig | None", own: "KVTransferConfig") -> "KVTransferConfig":
-    """Return `other` with Manthan added as the last connector; `own` if `other` is None or Manthan's.
+    """Return `other` with Manthan added, or replaced, as a connector; `own` if `other` is None or Manthan's.
 
-    An entry of Manthan in `other` is replaced, and keeps its position. A request's KV comes from the first connector
-    with some of this KV. Manthan is added last, because other connectors mostly get KV from an engine that has computed
-    the whole prompt.
+    A request's KV comes from the first connector with some of this KV. Manthan is added last, because other connectors
+    mostly get KV from an engine that has computed the whole prompt.
     """
     if other is None or other.kv_connector == CONNECTOR:
         return own
@@ -88,7 +84,6 @@ def entries(transfer: "KVTransferConfig | None") -> list[dict[str, Any]]:
 
 
 def _own(transfer: "KVTransferConfig | None") -> list[dict[str, Any]]:
-    """Return Manthan's entries in a MultiConnector's configuration."""
     return [each for each in entries(transfer) if each.get("kv_connector") == CONNECTOR]
 
 

@@ -47,7 +47,7 @@ def test_an_event_has_what_vllm_s_own_has(options: dict[str, Any]) -> None:
     )
     [gone] = engine.forget()
     assert gone == BlockRemoved(theirs.block_hashes, "CPU", 0, "LOCAL", "manthan")
-    assert not len(engine.events.notes)
+    assert not any(engine.events.packed([(0, block_hash) for block_hash in request.block_hashes]))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_blocks_of_a_window_that_are_larger_have_their_own_tokens() -> None:
     assert window.parent_block_hash == theirs.block_hashes[-2]
     assert window.token_ids == theirs.token_ids[-2 * TOKENS :]
     assert {event.group_idx for event in engine.forget()} == {0, 1}
-    assert not len(engine.events.notes)
+    assert not any(engine.events.packed([(0, block_hash) for block_hash in request.block_hashes]))
 
 
 def test_a_block_that_is_saved_before_its_tokens_are_known_is_told_once_they_are() -> None:
@@ -89,7 +89,7 @@ def test_a_damaged_note_says_nothing() -> None:
     engine, request = Engine(), asked()
     engine.ours(request, is_known=False)
     block_hash = request.block_hashes[0]
-    engine.events.notes.update([((0, block_hash), b"\x93\x00")])
+    engine.events.update([((0, block_hash), b"\x93\x00")])
     assert engine.events.event((0, block_hash), "GPU") is None
     engine.events.remember(request, 1)
     told = engine.events.event((0, block_hash), "GPU")
@@ -102,14 +102,14 @@ def test_notes_of_an_earlier_engine_say_the_same_and_end_with_the_blocks() -> No
     engine.ours(request)
     later.ours(request, is_known=False)
     names = [(0, block_hash) for block_hash in request.block_hashes]
-    packed = engine.events.notes.packed(names)
-    later.events.notes.update(zip(names, packed, strict=True))
+    packed = engine.events.packed(names)
+    later.events.update(zip(names, packed, strict=True))
     told = [later.events.event(name, "GPU") for name in names]
     assert None not in told
     assert told == [engine.events.event(name, "GPU") for name in names]
-    assert later.events.notes.packed(names) == packed
+    assert later.events.packed(names) == packed
     later.forget()
-    assert later.events.notes.packed(names) == [b""] * len(names)
+    assert later.events.packed(names) == [b""] * len(names)
     assert later.events.event(names[0], "GPU") is None
 
 

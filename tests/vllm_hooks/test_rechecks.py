@@ -223,7 +223,9 @@ def test_a_result_counts_once_and_not_after_a_reset(monkeypatch: pytest.MonkeyPa
     taken = take()
     core.forget()
     assert not core.accept(taken["secret"])
-    assert not core.began(f"{taken['secret']}-lossy")
+    late = f"{taken['secret']}-lossy"
+    assert late in core
+    assert core.asker(late) is None
 
 
 @pytest.mark.parametrize("given", DECIDES)
@@ -236,5 +238,5 @@ def test_a_request_with_more_than_tokens_is_not_remembered(given: str, monkeypat
     assert core.due is None
     core.offer(SimpleNamespace(**vars(request) | {given: None}), ("", "a"), [b"1"], 1)
     assert core.due is not None
-    core.ended("a user's")
+    core.ended()
     assert core.due is None, "the engine was not idle for long enough"

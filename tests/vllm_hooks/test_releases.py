@@ -15,7 +15,7 @@ NEXT = "0.33.0"
 SITE = Path(vllm.__file__).parents[1]
 READS: dict[str, tuple[str, ...]] = {
     "vllm.config.CompilationConfig": ("static_forward_context",),
-    "vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory": ("_registry", "register_connector"),
+    "vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory": ("register_connector",),
     "vllm.entrypoints.serve.middleware.authenticate.AuthenticationMiddleware": ("verify_token",),
     "vllm.model_executor.layers.rotary_embedding": ("_ROPE_DICT",),
     "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding": (

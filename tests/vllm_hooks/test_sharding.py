@@ -21,10 +21,9 @@ from manthan.manager.tiers.peer import PeerServer, PeerTier
 from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.fingerprint import fingerprint, namespace_of
+from manthan.vllm_hooks.fingerprint import Sharding, fingerprint, namespace_of, reads_others
 from manthan.vllm_hooks.groups import Context, Groups, KvCacheGroup, groups_of
 from manthan.vllm_hooks.lasting import make_store
-from manthan.vllm_hooks.shards import Sharding, reads_others
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, from_vllm_config, settings
 from manthan.vllm_hooks.worker.engine_cpu import CpuBlocks, PagedMemory
 from manthan.vllm_hooks.worker.half import WorkerHalf

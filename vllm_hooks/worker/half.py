@@ -30,12 +30,11 @@ from manthan.manager.tiers.joined import StackedTier
 from manthan.manager.tiers.peer import PeerServer, PeerTier
 from manthan.manager.tiers.tier import Tier
 from manthan.vllm_hooks import memory
-from manthan.vllm_hooks.fingerprint import fingerprint, namespace_of
+from manthan.vllm_hooks.fingerprint import Sharding, fingerprint, namespace_of
 from manthan.vllm_hooks.groups import Groups, KvCacheGroup, config_for, groups_for
 from manthan.vllm_hooks.lasting import make_store
 from manthan.vllm_hooks.messages import Candidate, ManthanMetadata
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
-from manthan.vllm_hooks.shards import Sharding
 from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import CONNECTOR, is_on_gpu, settings
