@@ -2,7 +2,7 @@
 
 import { Chart } from "./charts.js";
 import { STATES } from "./sessions.js";
-import { ago, byId, bytes, clock, count, make, plural, share, span, write } from "./text.js";
+import { ago, byId, bytes, clock, count, make, plural, replaceList, share, span, write } from "./text.js";
 
 const WRONG = 12; // lines kept of what went wrong
 const FIRST = 20; // shown of the policy's order
@@ -45,20 +45,20 @@ export class Glance {
     const guard = waits ? `${waits.codec} measured on ${waits.blocks} of ${waits.of} blocks; ${store.codec} until then`
       : `guard: ${store.verdict.replace("none", "off, or no verdict yet")}`;
     tile("quality", store.codec, `${guard}${lossy}`, store.verdict === "unfaithful" ? "warn" : "");
-    this.chart("pool", "Pool", ["not saved", "others"]).add(now.now, [pool.session_bytes, used - pool.session_bytes], pool.bytes);
+    this.chart("Pool", ["not saved", "others"]).add(now.now, [pool.session_bytes, used - pool.session_bytes], pool.bytes);
     for (const tier of store.tiers) {
-      this.chart(tier.name, `Cold store: ${tier.name}`, ["used"]).add(now.now, [tier.used_bytes], tier.budget_bytes);
+      this.chart(`Cold store: ${tier.name}`, ["used"]).add(now.now, [tier.used_bytes], tier.budget_bytes);
     }
     write(byId("order-title"), `Goes first (${policy.name})`);
     replaceList(byId("order"), policy.order.slice(0, FIRST).map((id) => this.entry({ id })), "Nobody: no session has anything to drop.");
   }
 
-  chart(key, title, parts) {
-    if (!this.charts.has(key)) {
-      this.charts.set(key, new Chart(title, parts, "free"));
-      byId("charts").append(this.charts.get(key).element);
+  chart(title, parts) {
+    if (!this.charts.has(title)) {
+      this.charts.set(title, new Chart(title, parts));
+      byId("charts").append(this.charts.get(title).element);
     }
-    return this.charts.get(key);
+    return this.charts.get(title);
   }
 
   // What went wrong between two answers.
@@ -120,14 +120,4 @@ function tileOfReturns(totals, each) {
   tile("saved", count(totals.restored_tokens), `in ${span(totals.restore_ms / 1000)}, ${plural(totals.restores, "restore")}. `
     + `${plural(totals.returns, "return")}: ${count(resident)} tokens resident, ${count(restored)} restored, `
     + `${count(again)} computed again. Without Manthan ${count(restored + again)} computed again${instead}`);
-}
-
-// A list drawn anew if it says something else. The focus stays where it is, by index if not by element.
-function replaceList(list, lines, nothing) {
-  const told = lines.length ? lines : [make("li", { class: "dim" }, nothing)];
-  const says = (some) => some.map((line) => line.textContent).join("\n");
-  if (says([...list.children]) === says(told)) return;
-  const focused = [...list.children].findIndex((line) => line.contains(document.activeElement));
-  list.replaceChildren(...told);
-  if (focused >= 0) list.children[Math.min(focused, told.length - 1)].querySelector("button")?.focus({ preventScroll: true });
 }
