@@ -47,23 +47,20 @@ EVERY_S, RARELY, MOST_OFTEN = 2.0, 3, 100
 sessions, are asked in every third round only."""
 HOLDERS = 5
 """Most sessions in event `hot_bytes` (the largest in vLLM's KV pool) and in `cold_bytes` (the largest compressed)."""
+Parts: TypeAlias = dict[str, tuple[int, Callable[[], Awaitable[Sessions | EngineState]]]]
+"""By name of an event of `/changes`, (n, function): in every n-th round, the function asks for the event's data."""
 NO_FILTER = {"state": None, "tenant": None, "tier": None, "pinned": None, "prefix": "", "offset": 0}
-Question: TypeAlias = Callable[[], Awaitable[Sessions | EngineState]]
-"""Function that asks the engine cores for what an event of `/changes` shows."""
 STATUSES = {
     401: "The API key is missing or wrong.",
-    403: "The server has no API key, and the request's `Host` is not one of the server's names.",
+    403: "The server has no API key, and `Host` is not one of the server's names, or another site's page steers.",
+    404: "There is no such session, or it is another tenant's.",
+    409: "Not possible now.",
     411: "The body's length is missing.",
     413: "The body is too long.",
     422: "A parameter or a body that cannot be used.",
-    503: "The engine is missing, dead or silent.",
-}
-OF_ONE = {404: "There is no such session, or it is another tenant's."}
-STEERED = OF_ONE | {
-    403: "The server has no API key, and either another site's page asks or `Host` is not one of the server's names.",
-    409: "Not possible now.",
     503: "The engine is missing, dead, asleep or silent.",
 }
+"""Description of each error, for the schema."""
 
 
 class ApiError(Exception):
@@ -119,9 +116,8 @@ def _mistake(first: Mapping[str, Any]) -> ApiError:
 def make_router(args: Namespace) -> APIRouter:
     """Return the routes below /manthan. args: the flags of `vllm serve`."""
     shown = [Depends(HTTPBearer(auto_error=False))]  # only for the schema: middleware checks the key
-    router = APIRouter(
-        prefix=PREFIX, tags=["manthan"], dependencies=shown, route_class=ManthanRoute, responses=_errors(STATUSES)
-    )
+    errors: Any = {status: {"model": models.Error, "description": text} for status, text in STATUSES.items()}
+    router = APIRouter(prefix=PREFIX, tags=["manthan"], dependencies=shown, route_class=ManthanRoute, responses=errors)
     header = from_vllm_config(args).tenants.header
 
     def bound_by(request: Request) -> str | None:
@@ -140,12 +136,7 @@ def make_router(args: Namespace) -> APIRouter:
     async def sessions(request: Request, bound: Bound, asked: Annotated[SessionQuery, Query()]) -> Any:
         return await list_sessions(request.app.state.engine_client, asked.query(bound))
 
-    @router.get(
-        "/sessions/{id:path}",
-        response_model=models.SessionWithHistory,
-        responses=_errors(OF_ONE),
-        summary="Show a session",
-    )
+    @router.get("/sessions/{id:path}", response_model=models.SessionWithHistory, summary="Show a session")
     async def session(request: Request, id: Id, bound: Bound) -> Any:
         return await ask_about(request.app.state.engine_client, "session", {"id": id, "bound": bound})
 
@@ -170,24 +161,20 @@ def make_router(args: Namespace) -> APIRouter:
             return EngineState.model_validate(await state(request, bound))
 
         rarely = RARELY if asked.limit > MOST_OFTEN else 1
-        parts: dict[str, tuple[int, Question]] = {"state": (1, whole), "sessions": (rarely, page)}
+        parts: Parts = {"state": (1, whole), "sessions": (rarely, page)}
         for sort in (Sort.HOT_BYTES, Sort.COLD_BYTES):
             parts[sort] = RARELY, partial(page, **NO_FILTER, sort=sort, order="desc", limit=HOLDERS)
         await whole()  # an error here is answered by a status, before the stream begins
-        return Changes(told(parts))
+        # The headers make proxies pass each event on at once.
+        return Changes(told(parts), headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
-    @router.get(
-        "/config",
-        response_model=dict[str, models.Setting],
-        responses=_errors({403: f"The request names a tenant, or: {STATUSES[403]}"}),
-        summary="Show the configuration as it was resolved",
-    )
+    @router.get("/config", response_model=dict[str, models.Setting], summary="Show the configuration as resolved")
     async def config(bound: Bound) -> Any:
         if bound is not None:
             raise ApiError(403, "The configuration is not shown to tenants.")
         return settings_of(args)
 
-    def add(what: str, summary: str, status: int, body: Any, default: Any = None) -> None:
+    def add(what: str, summary: str, status: int = 200, body: Any = models.Nothing, default: Any = None) -> None:
         given = body if default is ... else body | None
 
         async def act(request: Request, id: Id, bound: Bound, asked: given = default) -> Any:  # type: ignore[valid-type]
@@ -200,34 +187,25 @@ def make_router(args: Namespace) -> APIRouter:
             methods=["POST"],
             status_code=status,
             response_model=SessionInfo,
-            responses=_errors(STEERED),
             summary=summary,
             operation_id=f"manthan_{what}",
         )
 
-    add("evict", "Compress and save a session now, as if it were idle for long enough", 202, models.Nothing)
-    add("prefetch", "Restore a session when there is room", 202, models.Nothing)
+    add("evict", "Compress and save a session now, as if it were idle for long enough", 202)
+    add("prefetch", "Restore a session when there is room", 202)
     add("expect", "Announce when a session's client returns, or which tool it waits for", 200, models.Expect, ...)
     add("pin", "Keep a session's compressed blocks when others are dropped", 200, models.Pin)
-    add("unpin", "End a pin", 200, models.Nothing)
-    add("release", "Forget a session, and erase the blocks that only this session has", 200, models.Nothing)
+    add("unpin", "End a pin")
+    add("release", "Forget a session, and erase the blocks that only this session has")
     return router
 
 
 class Changes(StreamingResponse):
-    """Response of server-sent events, with headers so that proxies pass each event on at once."""
-
     media_type = "text/event-stream"
 
-    def __init__(self, content: AsyncIterator[str]) -> None:
-        super().__init__(content, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
-
-async def told(parts: Mapping[str, tuple[int, Question]]) -> AsyncIterator[str]:
-    """Yield server-sent events: each part when it has changed, and `now` at the end of each round.
-
-    An event `error` is the last. parts: name of the event to (n, question), which is asked in every n-th round.
-    """
+async def told(parts: Parts) -> AsyncIterator[str]:
+    """Yield server-sent events: each part when it has changed, and `now` at the end of each round; last, an `error`."""
     last: dict[str, BaseModel] = {}
     try:
         for at in count():
@@ -246,10 +224,6 @@ async def told(parts: Mapping[str, tuple[int, Question]]) -> AsyncIterator[str]:
             logger.warning("Manthan: the stream of changes ends: %s: %s", type(error).__name__, error)
             said = "The engine's answer failed: the server's log says why."
         yield f"event: error\ndata: {to_json(said).decode()}\n\n"
-
-
-def _errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": models.Error, "description": text} for status, text in statuses.items()}
 
 
 # -- engine cores -------------------------------------------------------------------------------------

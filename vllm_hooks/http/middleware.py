@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from manthan.vllm_hooks.compat import key_check
 from manthan.vllm_hooks.http.api import ApiError, make_router
 from manthan.vllm_hooks.http.hints import Incoming, keep
-from manthan.vllm_hooks.http.page import PATHS, PREFIX, page_router
+from manthan.vllm_hooks.http.page import PATHS, PREFIX, page_routes
 from manthan.vllm_hooks.rechecks import Rechecker
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on
 
@@ -78,7 +78,7 @@ def add_api(app: FastAPI) -> bool:
         origins=frozenset(getattr(args, "allowed_origins", ())) - {"*"},
     )
     app.include_router(make_router(args))
-    app.include_router(page_router())
+    app.router.routes.extend(page_routes())
     if address := address_of(args):
         logger.info("Manthan: once the server has started, the live page is at %s%s/", address, PREFIX)
     return whole.codec.guard

@@ -17,9 +17,9 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.manager.config.resolve import ConfigError
+from manthan.manager.config.sentences import human_bytes
 from manthan.manager.tiers.arena import GRANULE, Extent
 from manthan.vllm_hooks import compat
-from manthan.vllm_hooks.telemetry.log import human_bytes
 
 logger = init_logger("vllm.manthan.worker")
 

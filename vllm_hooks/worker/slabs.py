@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 
 from manthan.manager.config.resolve import ConfigError
+from manthan.manager.config.sentences import human_bytes
 from manthan.manager.tiers.arena import GRANULE, Arena, Extent, room, split
 from manthan.manager.tiers.tier import Buffer
-from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.worker.pinned import PinnedRam
 
 Name = tuple[int, bytes]
