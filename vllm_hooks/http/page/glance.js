@@ -20,6 +20,7 @@ export class Glance {
     this.wrong = [];
     this.before = null;
     this.opened = Date.now() / 1000;
+    this.tellWrong();
     byId("glance").append(...Object.entries(TILES).map(([name, title]) => make("div", { "data-tile": name },
       make("dt", {}, title), make("dd", { class: "figure" }, "…"), make("dd", { class: "note" }))));
   }
@@ -37,14 +38,14 @@ export class Glance {
       STATES.map((state) => `${count(now.sessions[state])} ${state}`).join(", "));
     tile("failures", count(totals.failures), this.wrong.length
       ? `since the start; last trouble seen ${ago(Date.now() / 1000 - this.wrong[0].at)}`
-      : "since the start; none seen here", this.wrong.length ? "warn" : "");
+      : "since the start; none seen here", this.wrong.length ? "bad" : "");
     tileOfReturns(totals, now.token_s);
     const cached = Math.max(0, totals.prompt_tokens - totals.computed_tokens);
     const lossy = cached ? `. Of the tokens from the cache ${share(totals.lossy_tokens, cached)} were lossy, the others exact` : "";
     const waits = store.measuring;
     const guard = waits ? `${waits.codec} measured on ${waits.blocks} of ${waits.of} blocks; ${store.codec} until then`
       : `guard: ${store.verdict.replace("none", "off, or no verdict yet")}`;
-    tile("quality", store.codec, `${guard}${lossy}`, store.verdict === "unfaithful" ? "warn" : "");
+    tile("quality", store.codec, `${guard}${lossy}`, store.verdict === "unfaithful" ? "bad" : "");
     this.chart("Pool", ["not saved", "others"]).add(now.now, [pool.session_bytes, used - pool.session_bytes], pool.bytes);
     for (const tier of store.tiers) {
       this.chart(`Cold store: ${tier.name}`, ["used"]).add(now.now, [tier.used_bytes], tier.budget_bytes);
@@ -63,19 +64,22 @@ export class Glance {
 
   // What went wrong between two answers.
   compare(now) {
+    const wasUp = this.before?.store.up ?? true;
     const more = this.before ? now.totals.failures - this.before.totals.failures : 0;
     if (more > 0) this.happened(`${plural(more, "failure")}: the server's log says what failed.`);
-    if (this.before?.store.up !== false && !now.store.up) this.happened("The cold store is down.");
-    if (this.before?.store.up === false && now.store.up) this.happened("The cold store is up again.");
+    if (wasUp !== now.store.up) this.happened(`The cold store is ${now.store.up ? "up again" : "down"}.`);
     this.before = now;
-    if (!this.wrong.length) replaceList(byId("wrong"), [], `Nothing since ${clock(this.opened)}, when this page was opened.`);
   }
 
   happened(what) {
     this.wrong.unshift({ at: Date.now() / 1000, what });
     this.wrong.length = Math.min(this.wrong.length, WRONG);
-    byId("wrong").replaceChildren(...this.wrong.map((each) =>
-      make("li", {}, make("time", { class: "dim" }, clock(each.at)), ` ${each.what}`)));
+    this.tellWrong();
+  }
+
+  tellWrong() {
+    const lines = this.wrong.map((each) => make("li", {}, make("time", { class: "dim" }, clock(each.at)), ` ${each.what}`));
+    replaceList(byId("wrong"), lines, `Nothing since ${clock(this.opened)}, when this page was opened.`);
   }
 
   // Who has most of `what`, hot_bytes or cold_bytes.
@@ -110,7 +114,7 @@ function tileOfTiers(tiers) {
   const { name, used_bytes: used, budget_bytes: budget } = tiers.at(-1);
   const isFull = used >= FULL * budget;
   const note = `${name}: ${bytes(used)} of ${bytes(budget)}${isFull ? ". ▲ Full: blocks are dropped" : ""}`;
-  tile("used", share(used, budget), note, isFull ? "warn" : "");
+  tile("used", share(used, budget), note, isFull ? "bad" : "");
 }
 
 // A return is a request that continues a session. Of the tokens that the session had, some are computed again.
