@@ -11,11 +11,10 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
-from itertools import chain, count, islice, zip_longest
-from typing import Annotated, Any, TypeAlias
+from itertools import chain, islice, zip_longest
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -28,7 +27,7 @@ from starlette.responses import Response
 from vllm.logger import init_logger
 
 from manthan.manager.config.sentences import must_be
-from manthan.manager.listing import SessionInfo, Sort
+from manthan.manager.listing import SessionInfo
 from manthan.manager.session.hints import HintError
 from manthan.vllm_hooks.compat import ask_cores
 from manthan.vllm_hooks.http import models
@@ -43,13 +42,7 @@ logger = init_logger("vllm.manthan")
 ANSWERED_S = 30.0
 """Most seconds to wait for the engine cores. A core answers between two steps."""
 EVERY_S, RARELY, MOST_OFTEN = 2.0, 3, 100
-"""Seconds between rounds of the event stream `/changes`. Costly questions, such as a page of more than MOST_OFTEN
-sessions, are asked in every third round only."""
-HOLDERS = 5
-"""Most sessions in event `hot_bytes` (the largest in vLLM's KV pool) and in `cold_bytes` (the largest compressed)."""
-Parts: TypeAlias = dict[str, tuple[int, Callable[[], Awaitable[Sessions | EngineState]]]]
-"""By name of an event of `/changes`, (n, function): in every n-th round, the function asks for the event's data."""
-NO_FILTER = {"state": None, "tenant": None, "tier": None, "pinned": None, "prefix": "", "offset": 0}
+"""Seconds between rounds of the event stream `/changes`. With more than MOST_OFTEN sessions, RARELY times as many."""
 STATUSES = {
     401: "The API key is missing or wrong.",
     403: "The server has no API key, and `Host` is not one of the server's names, or another site's page steers.",
@@ -147,26 +140,18 @@ def make_router(args: Namespace) -> APIRouter:
         name = model.served_model_name or model.model
         return found | {"version": version("manthan-kv"), "model": name if isinstance(name, str) else name[0]}
 
-    @router.get(
-        "/changes",
-        response_class=Changes,
-        status_code=200,
-        summary="Stream the state and a list of sessions as they change, as server-sent events",
-    )
+    @router.get("/changes", response_class=Changes, summary="Stream the state and a list of sessions as they change")
     async def changes(request: Request, bound: Bound, asked: Annotated[SessionQuery, Query()]) -> Changes:
-        async def page(**of: Any) -> Sessions:
-            return Sessions.model_validate(await sessions(request, bound, asked.model_copy(update=of)))
+        async def page() -> Sessions:
+            return Sessions.model_validate(await sessions(request, bound, asked))
 
         async def whole() -> EngineState:
             return EngineState.model_validate(await state(request, bound))
 
-        rarely = RARELY if asked.limit > MOST_OFTEN else 1
-        parts: Parts = {"state": (1, whole), "sessions": (rarely, page)}
-        for sort in (Sort.HOT_BYTES, Sort.COLD_BYTES):
-            parts[sort] = RARELY, partial(page, **NO_FILTER, sort=sort, order="desc", limit=HOLDERS)
         await whole()  # an error here is answered by a status, before the stream begins
+        events = told({"state": whole, "sessions": page}, EVERY_S * (RARELY if asked.limit > MOST_OFTEN else 1))
         # The headers make proxies pass each event on at once.
-        return Changes(told(parts), headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        return Changes(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     @router.get("/config", response_model=dict[str, models.Setting], summary="Show the configuration as resolved")
     async def config(bound: Bound) -> Any:
@@ -176,20 +161,12 @@ def make_router(args: Namespace) -> APIRouter:
 
     def add(what: str, summary: str, status: int = 200, body: Any = models.Nothing, default: Any = None) -> None:
         given = body if default is ... else body | None
+        path, name = f"/sessions/{{id:path}}/{what}", f"manthan_{what}"
 
+        @router.post(path, status_code=status, response_model=SessionInfo, summary=summary, operation_id=name)
         async def act(request: Request, id: Id, bound: Bound, asked: given = default) -> Any:  # type: ignore[valid-type]
             said: dict[str, Any] = {} if asked is None else asked.model_dump()
             return await ask_about(request.app.state.engine_client, what, {"id": id, "bound": bound, **said})
-
-        router.add_api_route(
-            f"/sessions/{{id:path}}/{what}",
-            act,
-            methods=["POST"],
-            status_code=status,
-            response_model=SessionInfo,
-            summary=summary,
-            operation_id=f"manthan_{what}",
-        )
 
     add("evict", "Compress and save a session now, as if it were idle for long enough", 202)
     add("prefetch", "Restore a session when there is room", 202)
@@ -204,20 +181,22 @@ class Changes(StreamingResponse):
     media_type = "text/event-stream"
 
 
-async def told(parts: Parts) -> AsyncIterator[str]:
-    """Yield server-sent events: each part when it has changed, and `now` at the end of each round; last, an `error`."""
+async def told(parts: Mapping[str, Callable[[], Awaitable[BaseModel]]], every_s: float) -> AsyncIterator[str]:
+    """Yield server-sent events: each part when it has changed, and `now` at the end of each round; last, an `error`.
+
+    parts: by name of an event, a function that asks for its data. every_s: seconds between rounds.
+    """
     last: dict[str, BaseModel] = {}
     try:
-        for at in count():
-            for name, (rounds, ask) in parts.items():
-                if at % rounds == 0:
-                    found = await ask()
-                    same = found.model_copy(update={"now": 0.0})
-                    if same != last.get(name):
-                        last[name] = same
-                        yield f"event: {name}\ndata: {found.model_dump_json()}\n\n"
+        while True:
+            for name, ask in parts.items():
+                found = await ask()
+                same = found.model_copy(update={"now": 0.0})
+                if same != last.get(name):
+                    last[name] = same
+                    yield f"event: {name}\ndata: {found.model_dump_json()}\n\n"
             yield f"event: now\ndata: {time.time()}\n\n"
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(every_s)
     except Exception as error:
         said = str(error)
         if not isinstance(error, ApiError):

@@ -1,4 +1,4 @@
-// The API below /manthan, called with the key and as the tenant that this tab was given.
+// The API below /manthan. Each call has the API key and the tenant of this tab.
 
 const KEY = "manthan-key";
 const TENANT = "manthan-tenant";
@@ -12,7 +12,7 @@ export class ApiError extends Error {
 }
 
 export const credentials = {
-  header: "", // that names tenants here; empty where none does
+  header: "", // name of the header with the tenant; empty if the server reads none
   get key() { return sessionStorage.getItem(KEY) ?? ""; },
   set key(value) { value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY); },
   get tenant() { return sessionStorage.getItem(TENANT) ?? ""; },
@@ -44,9 +44,10 @@ export async function* changes(query, signal) {
       const events = (text + part.value).split("\n\n");
       text = events.pop();
       for (const [, name, data] of events.map((event) => event.match(/^event: (.*)\ndata: (.*)$/))) {
-        if (name === "error") throw new ApiError(JSON.parse(data), 503);
-        if (name === "now") ahead = JSON.parse(data) - Date.now() / 1000;
-        yield [name, JSON.parse(data)];
+        const found = JSON.parse(data);
+        if (name === "error") throw new ApiError(found, 503);
+        if (name === "now") ahead = found - Date.now() / 1000;
+        yield [name, found];
       }
     }
     throw new Error("the stream has ended");

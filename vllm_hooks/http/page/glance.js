@@ -1,4 +1,4 @@
-// What an operator looks for first: is the store up, is it full, who holds memory, who goes next, what went wrong.
+// What an operator looks for first: is the store up, is it full, who goes next, what went wrong.
 
 import { Chart } from "./charts.js";
 import { STATES } from "./sessions.js";
@@ -51,7 +51,7 @@ export class Glance {
       this.chart(`Cold store: ${tier.name}`, ["used"]).add(now.now, [tier.used_bytes], tier.budget_bytes);
     }
     write(byId("order-title"), `Goes first (${policy.name})`);
-    replaceList(byId("order"), policy.order.slice(0, FIRST).map((id) => this.entry({ id })), "Nobody: no session has anything to drop.");
+    replaceList(byId("order"), policy.order.slice(0, FIRST).map((id) => this.entry(id)), "Nobody: no session has anything to drop.");
   }
 
   chart(title, parts) {
@@ -82,22 +82,9 @@ export class Glance {
     replaceList(byId("wrong"), lines, `Nothing since ${clock(this.opened)}, when this page was opened.`);
   }
 
-  // Who has most of `what`, hot_bytes or cold_bytes.
-  holders(list, sessions, what) {
-    const most = Math.max(1, ...sessions.map((session) => session[what]));
-    const held = sessions.filter((session) => session[what] > 0).sort((a, b) => b[what] - a[what]); // the API estimates
-    const lines = held.map((session) => {
-      const bar = make("i");
-      bar.style.width = `${(session[what] / most) * 100}%`;
-      return this.entry(session, make("span", {}, bytes(session[what])), make("span", { class: "share", "aria-hidden": "true" }, bar));
-    });
-    replaceList(list, lines, "Nobody.");
-  }
-
-  entry(session, ...more) {
-    const name = make("bdi", {}, session.id);
-    const button = make("button", { type: "button", class: "open", title: session.id, click: () => this.look(session) }, name);
-    return make("li", {}, button, ...more);
+  entry(id) {
+    const look = () => this.look({ id });
+    return make("li", {}, make("button", { type: "button", class: "open", title: id, click: look }, make("bdi", {}, id)));
   }
 }
 

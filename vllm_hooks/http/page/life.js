@@ -22,7 +22,7 @@ export class Life {
     return this.refresh();
   }
 
-  // Asks the API again; what it says against it is shown here.
+  // Asks the API again, and shows its refusal in the dialog.
   async refresh() {
     const asked = this.session;
     try {

@@ -7,12 +7,12 @@ import { mark, STATES, Table } from "./sessions.js";
 import { ago, byId, clock, count, make, plural, write } from "./text.js";
 
 const AGAIN_MS = 2000;
-const HOLD_MS = 5000; // rows do not move so long after somebody touched them
+const HOLD_MS = 5000; // after somebody has touched the rows, they do not move for this time
 const SAID_MS = 8000;
 const ROWS = matchMedia("(max-width: 640px)").matches ? 10 : 25;
 const HOLDS = 300; // loads of an image: about a second
 
-const told = {}; // by the server, last, by the name of the event
+const told = {}; // the last data of each of the server's events, by the name of the event
 const sorting = { sort: "last_used", order: "desc" };
 const life = new Life(act, () => told.state.store.refinements);
 const look = (session) => life.open(session);
@@ -66,8 +66,6 @@ async function draw() {
   document.body.classList.remove("stale");
   write(byId("trouble"), "");
   glance.update({ ...told.state, now: told.now });
-  glance.holders(byId("pool-holders"), told.hot_bytes.sessions, "hot_bytes");
-  glance.holders(byId("cold-holders"), told.cold_bytes.sessions, "cold_bytes");
   showSessions(told.sessions);
   if (byId("life").open) await life.refresh();
 }
@@ -191,7 +189,8 @@ function useKey(key) {
   start();
 }
 
-// A gateway that says itself who the tenant is also keeps the configuration from being read: then nobody is asked.
+// Shows the field for a tenant if the server reads tenants from a header. A gateway that sets the header keeps the page
+// from reading the configuration, so that the field stays hidden.
 async function start() {
   credentials.header = "";
   const config = await get("config").catch(() => ({}));

@@ -7,7 +7,7 @@ export const STATES = ["active", "idle", "cold"];
 export const mark = (state) => make("i", { class: `mark ${state}`, "aria-hidden": "true" }, state[0].toUpperCase());
 const keyOf = (session) => JSON.stringify([session.engine, session.id]); // engines may have one each of a name
 
-const COLUMNS = [ // title, what the API sorts by, class, text; cells without a text have elements
+const COLUMNS = [ // title, sort key of the API, classes, text of a session's cell
   ["Session", "id", "name"],
   ["State", "state", "state"],
   ["Tokens", "tokens", "number tokens", (s) => count(s.tokens)],
@@ -27,7 +27,7 @@ const ACTIONS = [
   { name: "release", label: () => "Release…", refused: () => null },
 ];
 
-// Buttons for a session that stay the same elements whatever becomes of it. steer(session, action) is called.
+// Buttons for a session; they stay the same elements when the session changes. A click calls steer(session, action).
 export class Buttons {
   constructor(steer) {
     this.all = ACTIONS.map((action) =>
@@ -113,7 +113,7 @@ class Row {
     this.buttons.update(session);
     write(this.name, session.id);
     this.open.title = session.id;
-    const isInName = session.id.startsWith(`${session.tenant}/`); // as those see it who see all tenants
+    const isInName = session.id.startsWith(`${session.tenant}/`); // in an operator's list
     write(this.owner, session.tenant && !isInName ? `of ${session.tenant}` : "");
     write(this.pin, session.pinned ? "pinned" : "");
     COLUMNS.forEach(([, , , text], n) => text && write(this.cells[n], text(session)));
