@@ -9,7 +9,6 @@ import heapq
 import reprlib
 import time
 from argparse import Namespace
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from importlib.metadata import version
@@ -109,7 +108,7 @@ def _mistake(first: Mapping[str, Any]) -> ApiError:
 def make_router(args: Namespace) -> APIRouter:
     """Return the routes below /manthan. args: the flags of `vllm serve`."""
     shown = [Depends(HTTPBearer(auto_error=False))]  # only for the schema: middleware checks the key
-    errors: Any = {status: {"model": models.Error, "description": text} for status, text in STATUSES.items()}
+    errors: Any = {status: {"model": dict[str, models.Error], "description": text} for status, text in STATUSES.items()}
     router = APIRouter(prefix=PREFIX, tags=["manthan"], dependencies=shown, route_class=ManthanRoute, responses=errors)
     header = from_vllm_config(args).tenants.header
 
@@ -282,8 +281,8 @@ def summed(answers: Sequence[Answer]) -> Answer:
 
 def _added(parts: Iterable[Answer]) -> Answer:
     """Return the sums of numbers of the same name, and the first part's texts."""
-    parts = list(parts)
-    numbers: Counter[str] = Counter()
-    for part in parts:
-        numbers.update({name: value for name, value in part.items() if not isinstance(value, str)})
-    return parts[0] | numbers
+    first, *others = parts
+    return {
+        name: value if isinstance(value, str) else value + sum(other[name] for other in others)
+        for name, value in first.items()
+    }

@@ -147,17 +147,13 @@ class Setting(BaseModel):
     source: str = Field(alias="from")
 
 
-class ErrorInfo(BaseModel):
+class Error(BaseModel):
+    """Field `error` of an answer, with the same fields as in errors of vLLM's server."""
+
     message: str
     type: str
     param: str | None = None
     code: int
-
-
-class Error(BaseModel):
-    """Error, with the same fields as errors of vLLM's server."""
-
-    error: ErrorInfo
 
 
 SECONDS = f"a number of seconds above 0 and at most {LONGEST_S}, or null"

@@ -31,7 +31,7 @@ export class Glance {
     write(byId("where"), `${model} · policy ${policy.name} · codec ${store.codec} · ${version}`);
     document.title = `${store.up ? "" : "▲ store down – "}Manthan: pool ${share(used, pool.bytes)}`;
     this.compare(now);
-    tile("store", store.up ? "up" : "▲ DOWN", store.tiers.map((tier) => tier.name).join(", ") || store.kind, store.up ? "good" : "bad");
+    tile("store", store.up ? "up" : "▲ DOWN", store.tiers.map((tier) => tier.name).join(", ") || store.kind, store.up ? "" : "bad");
     tileOfTiers(store.tiers);
     tile("pool", share(used, pool.bytes), `${bytes(used)} of ${bytes(pool.bytes)} in use or not saved; saved copies count as free`);
     tile("sessions", count(STATES.reduce((sum, state) => sum + now.sessions[state], 0)),

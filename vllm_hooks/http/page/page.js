@@ -84,13 +84,11 @@ function failed(error) {
 // -- the sessions -------------------------------------------------------------------------------------
 
 function filter() {
-  const asked = {
-    state: STATES.filter((state) => byId(`state-${state}`).checked).join(","),
-    prefix: byId("prefix").value,
-    tenant: byId("of-tenant").value,
-    pinned: byId("pinned").checked ? "true" : "",
-  };
-  return Object.fromEntries(Object.entries(asked).filter(([, value]) => value));
+  const asked = {};
+  for (const [name, value] of new FormData(byId("filter"))) {
+    if (value) asked[name] = asked[name] ? `${asked[name]},${value}` : value; // several states
+  }
+  return asked;
 }
 
 function showSessions({ sessions, total }) {
@@ -219,7 +217,7 @@ on("key-button", "click", askForKey);
 on("key-form", "submit", () => useKey(byId("key").value.trim()));
 on("key-forget", "click", () => useKey(""));
 byId("states").append(...STATES.map((state) =>
-  make("label", {}, make("input", { type: "checkbox", id: `state-${state}` }), mark(state), ` ${state}`)));
+  make("label", {}, make("input", { type: "checkbox", name: "state", value: state }), mark(state), ` ${state}`)));
 byId("tenant").value = credentials.tenant;
 byId("key-button").hidden = !credentials.key;
 table.sorted(sorting.sort, sorting.order);
