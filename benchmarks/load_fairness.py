@@ -47,8 +47,13 @@ def three_loads(made: Made, pool_blocks: int, block_size: int, positions: int) -
         longest = replace(made, turns=turns).longest
         return pool_blocks // (longest // block_size + 2) if longest <= positions else 0
 
-    if made.turns < 2 or fitting(made.turns) >= made.chats:
-        raise typer.BadParameter("--fairness needs chats of two turns or more, and more of them than fit the pool")
+    if made.turns < 2:
+        raise typer.BadParameter(f"--fairness needs chats of two turns or more, but --turns is {made.turns}")
+    if (room := fitting(made.turns)) >= made.chats:
+        raise typer.BadParameter(
+            f"--fairness needs more chats than fit the pool, but {room} fit, and --chats is {made.chats}: raise "
+            "--chats or lower --pool"
+        )
     turns = max(range(2, requests + 1), key=lambda turns: (min(requests, turns * fitting(turns)), -turns))
     pause_s = (span_s - made.arrive_s) / (turns - 1)
     return {

@@ -6,13 +6,15 @@ ones, with their answers, show a model the form of the later answers. Needles an
 "RULER" (Hsieh et al., 2024, arXiv 2404.06654), sums over several steps on GSM8K (Cobbe et al., 2021, arXiv 2110.14168).
 """
 
+import keyword
 import random
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 CONSONANTS, VOWELS = "bcdfghjklmnprstvz", "aeiou"
-NAMES = [a + b + c for a in CONSONANTS for b in VOWELS for c in CONSONANTS]
+SYLLABLES = (a + b + c for a in CONSONANTS for b in VOWELS for c in CONSONANTS)
+NAMES = [name for name in SYLLABLES if not keyword.iskeyword(name)]  # some are written as variables of Python
 ANSWER = re.compile(r"\[(.*?)\]")
 """Answer in a written question; the brackets are not part of the text."""
 

@@ -81,11 +81,9 @@ def phone_pictures(browser: Browser, url: str) -> Iterator[bytes]:
     """The head of the page, its sessions, and a session's life."""
     with page(browser, url, viewport=PHONE, device_scale_factor=2, color_scheme="dark") as tab:
         yield tab.screenshot()
-        tab.click("#as-map")
-        tab.wait_for_selector(".cell")
         tab.locator("#sessions").evaluate("section => section.scrollIntoView()")
         yield tab.screenshot()
-        tab.locator(".cell.cold").first.click()
+        tab.locator("tr:has(.mark.cold) .open").first.click()
         tab.wait_for_selector("#life-events li")
         yield tab.screenshot()
 

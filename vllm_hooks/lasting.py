@@ -16,6 +16,7 @@ from vllm.config import ParallelConfig, VllmConfig
 from vllm.logger import init_logger
 
 from manthan.manager.config.model import ConfigError, ManthanConfig
+from manthan.manager.config.resolve import human_bytes
 from manthan.manager.pool import BlockName
 from manthan.manager.session.blocks import FrontTier
 from manthan.manager.session.manager import SessionManager
@@ -29,7 +30,6 @@ from manthan.manager.tiers.sealed import SealedTier, Sealer, keys_of
 from manthan.manager.tiers.tier import Tier
 from manthan.manager.transfer import on_each, weighed
 from manthan.vllm_hooks.fingerprint import Sharding, reads_others
-from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS
 

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import keyword
 import random
 import re
 import sys
@@ -26,7 +27,7 @@ from manthan.benchmarks.quality_settings import (
     Shape,
     parse_settings,
 )
-from manthan.benchmarks.quality_tasks import TASKS
+from manthan.benchmarks.quality_tasks import NAMES, TASKS
 from manthan.codec import BlockFormat, BlockShape, codec_names, registry
 from manthan.codec.registry import needs_profile
 from manthan.manager.cli import app
@@ -184,6 +185,11 @@ def test_a_task_s_answers_are_in_its_context_and_are_what_is_scored(name: str) -
     if name not in ("sums", "code"):
         assert all(answer in "".join(task.facts) for answer in answers)
     assert text.task(name, 2000, 32, 1) == piece != text.task(name, 2000, 32, 2)
+
+
+def test_a_name_can_be_a_variable_of_python() -> None:
+    assert len(NAMES) > 1400
+    assert not any(map(keyword.iskeyword, NAMES))
 
 
 def test_sums_are_right_and_variables_lead_to_their_numbers() -> None:

@@ -50,9 +50,9 @@ def examine(
     chat, and say from where on the second prompt differs from the first turn.
     """
     if of_families:
-        from manthan.vllm_hooks.doctor.families import families_table  # needs torch, as vLLM does
+        from manthan.vllm_hooks.doctor.families import families  # needs torch, as vLLM does
 
-        typer.echo("\n".join(families_table()))
+        typer.echo("\n".join(sorted(map(str, families().values()), key=str.lower)))
         return
     found = list(_examined(model, config, url, chat_template, block_size))
     is_wrong = any(one.mark is Grade.WRONG for one in found)

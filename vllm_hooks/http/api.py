@@ -9,13 +9,11 @@ import heapq
 import reprlib
 import time
 from argparse import Namespace
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
-from itertools import chain, count, islice, zip_longest
-from typing import Annotated, Any, TypeAlias
+from itertools import chain, islice, zip_longest
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -28,7 +26,7 @@ from starlette.responses import Response
 from vllm.logger import init_logger
 
 from manthan.manager.config.resolve import must_be
-from manthan.manager.listing import SessionInfo, Sort
+from manthan.manager.listing import SessionInfo
 from manthan.manager.session.hints import HintError
 from manthan.vllm_hooks.compat import ask_cores
 from manthan.vllm_hooks.http import models
@@ -43,27 +41,18 @@ logger = init_logger("vllm.manthan")
 ANSWERED_S = 30.0
 """Most seconds to wait for the engine cores. A core answers between two steps."""
 EVERY_S, RARELY, MOST_OFTEN = 2.0, 3, 100
-"""Seconds between rounds of the event stream `/changes`. Costly questions, such as a page of more than MOST_OFTEN
-sessions, are asked in every third round only."""
-HOLDERS = 5
-"""Most sessions in event `hot_bytes` (the largest in vLLM's KV pool) and in `cold_bytes` (the largest compressed)."""
-NO_FILTER = {"state": None, "tenant": None, "tier": None, "pinned": None, "prefix": "", "offset": 0}
-Question: TypeAlias = Callable[[], Awaitable[Sessions | EngineState]]
-"""Function that asks the engine cores for what an event of `/changes` shows."""
+"""Seconds between rounds of the event stream `/changes`. With more than MOST_OFTEN sessions, RARELY times as many."""
 STATUSES = {
     401: "The API key is missing or wrong.",
-    403: "The server has no API key, and the request's `Host` is not one of the server's names.",
+    403: "The server has no API key, and `Host` is not one of the server's names, or another site's page steers.",
+    404: "There is no such session, or it is another tenant's.",
+    409: "Not possible now.",
     411: "The body's length is missing.",
     413: "The body is too long.",
     422: "A parameter or a body that cannot be used.",
-    503: "The engine is missing, dead or silent.",
-}
-OF_ONE = {404: "There is no such session, or it is another tenant's."}
-STEERED = OF_ONE | {
-    403: "The server has no API key, and either another site's page asks or `Host` is not one of the server's names.",
-    409: "Not possible now.",
     503: "The engine is missing, dead, asleep or silent.",
 }
+"""Description of each error, for the schema."""
 
 
 class ApiError(Exception):
@@ -119,9 +108,8 @@ def _mistake(first: Mapping[str, Any]) -> ApiError:
 def make_router(args: Namespace) -> APIRouter:
     """Return the routes below /manthan. args: the flags of `vllm serve`."""
     shown = [Depends(HTTPBearer(auto_error=False))]  # only for the schema: middleware checks the key
-    router = APIRouter(
-        prefix=PREFIX, tags=["manthan"], dependencies=shown, route_class=ManthanRoute, responses=_errors(STATUSES)
-    )
+    errors: Any = {status: {"model": dict[str, models.Error], "description": text} for status, text in STATUSES.items()}
+    router = APIRouter(prefix=PREFIX, tags=["manthan"], dependencies=shown, route_class=ManthanRoute, responses=errors)
     header = from_vllm_config(args).tenants.header
 
     def bound_by(request: Request) -> str | None:
@@ -140,12 +128,7 @@ def make_router(args: Namespace) -> APIRouter:
     async def sessions(request: Request, bound: Bound, asked: Annotated[SessionQuery, Query()]) -> Any:
         return await list_sessions(request.app.state.engine_client, asked.query(bound))
 
-    @router.get(
-        "/sessions/{id:path}",
-        response_model=models.SessionWithHistory,
-        responses=_errors(OF_ONE),
-        summary="Show a session",
-    )
+    @router.get("/sessions/{id:path}", response_model=models.SessionWithHistory, summary="Show a session")
     async def session(request: Request, id: Id, bound: Bound) -> Any:
         return await ask_about(request.app.state.engine_client, "session", {"id": id, "bound": bound})
 
@@ -156,100 +139,69 @@ def make_router(args: Namespace) -> APIRouter:
         name = model.served_model_name or model.model
         return found | {"version": version("manthan-kv"), "model": name if isinstance(name, str) else name[0]}
 
-    @router.get(
-        "/changes",
-        response_class=Changes,
-        status_code=200,
-        summary="Stream the state and a list of sessions as they change, as server-sent events",
-    )
+    @router.get("/changes", response_class=Changes, summary="Stream the state and a list of sessions as they change")
     async def changes(request: Request, bound: Bound, asked: Annotated[SessionQuery, Query()]) -> Changes:
-        async def page(**of: Any) -> Sessions:
-            return Sessions.model_validate(await sessions(request, bound, asked.model_copy(update=of)))
+        async def page() -> Sessions:
+            return Sessions.model_validate(await sessions(request, bound, asked))
 
         async def whole() -> EngineState:
             return EngineState.model_validate(await state(request, bound))
 
-        rarely = RARELY if asked.limit > MOST_OFTEN else 1
-        parts: dict[str, tuple[int, Question]] = {"state": (1, whole), "sessions": (rarely, page)}
-        for sort in (Sort.HOT_BYTES, Sort.COLD_BYTES):
-            parts[sort] = RARELY, partial(page, **NO_FILTER, sort=sort, order="desc", limit=HOLDERS)
         await whole()  # an error here is answered by a status, before the stream begins
-        return Changes(told(parts))
+        events = told({"state": whole, "sessions": page}, EVERY_S * (RARELY if asked.limit > MOST_OFTEN else 1))
+        # The headers make proxies pass each event on at once.
+        return Changes(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
-    @router.get(
-        "/config",
-        response_model=dict[str, models.Setting],
-        responses=_errors({403: f"The request names a tenant, or: {STATUSES[403]}"}),
-        summary="Show the configuration as it was resolved",
-    )
+    @router.get("/config", response_model=dict[str, models.Setting], summary="Show the configuration as resolved")
     async def config(bound: Bound) -> Any:
         if bound is not None:
             raise ApiError(403, "The configuration is not shown to tenants.")
         return settings_of(args)
 
-    def add(what: str, summary: str, status: int, body: Any, default: Any = None) -> None:
+    def add(what: str, summary: str, status: int = 200, body: Any = models.Nothing, default: Any = None) -> None:
         given = body if default is ... else body | None
+        path, name = f"/sessions/{{id:path}}/{what}", f"manthan_{what}"
 
+        @router.post(path, status_code=status, response_model=SessionInfo, summary=summary, operation_id=name)
         async def act(request: Request, id: Id, bound: Bound, asked: given = default) -> Any:  # type: ignore[valid-type]
             said: dict[str, Any] = {} if asked is None else asked.model_dump()
             return await ask_about(request.app.state.engine_client, what, {"id": id, "bound": bound, **said})
 
-        router.add_api_route(
-            f"/sessions/{{id:path}}/{what}",
-            act,
-            methods=["POST"],
-            status_code=status,
-            response_model=SessionInfo,
-            responses=_errors(STEERED),
-            summary=summary,
-            operation_id=f"manthan_{what}",
-        )
-
-    add("evict", "Compress and save a session now, as if it were idle for long enough", 202, models.Nothing)
-    add("prefetch", "Restore a session when there is room", 202, models.Nothing)
+    add("evict", "Compress and save a session now, as if it were idle for long enough", 202)
+    add("prefetch", "Restore a session when there is room", 202)
     add("expect", "Announce when a session's client returns, or which tool it waits for", 200, models.Expect, ...)
     add("pin", "Keep a session's compressed blocks when others are dropped", 200, models.Pin)
-    add("unpin", "End a pin", 200, models.Nothing)
-    add("release", "Forget a session, and erase the blocks that only this session has", 200, models.Nothing)
+    add("unpin", "End a pin")
+    add("release", "Forget a session, and erase the blocks that only this session has")
     return router
 
 
 class Changes(StreamingResponse):
-    """Response of server-sent events, with headers so that proxies pass each event on at once."""
-
     media_type = "text/event-stream"
 
-    def __init__(self, content: AsyncIterator[str]) -> None:
-        super().__init__(content, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
+async def told(parts: Mapping[str, Callable[[], Awaitable[BaseModel]]], every_s: float) -> AsyncIterator[str]:
+    """Yield server-sent events: each part when it has changed, and `now` at the end of each round; last, an `error`.
 
-async def told(parts: Mapping[str, tuple[int, Question]]) -> AsyncIterator[str]:
-    """Yield server-sent events: each part when it has changed, and `now` at the end of each round.
-
-    An event `error` is the last. parts: name of the event to (n, question), which is asked in every n-th round.
+    parts: by name of an event, a function that asks for its data. every_s: seconds between rounds.
     """
     last: dict[str, BaseModel] = {}
     try:
-        for at in count():
-            for name, (rounds, ask) in parts.items():
-                if at % rounds == 0:
-                    found = await ask()
-                    same = found.model_copy(update={"now": 0.0})
-                    if same != last.get(name):
-                        last[name] = same
-                        yield f"event: {name}\ndata: {found.model_dump_json()}\n\n"
+        while True:
+            for name, ask in parts.items():
+                found = await ask()
+                same = found.model_copy(update={"now": 0.0})
+                if same != last.get(name):
+                    last[name] = same
+                    yield f"event: {name}\ndata: {found.model_dump_json()}\n\n"
             yield f"event: now\ndata: {time.time()}\n\n"
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(every_s)
     except Exception as error:
         said = str(error)
         if not isinstance(error, ApiError):
             logger.warning("Manthan: the stream of changes ends: %s: %s", type(error).__name__, error)
             said = "The engine's answer failed: the server's log says why."
         yield f"event: error\ndata: {to_json(said).decode()}\n\n"
-
-
-def _errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": models.Error, "description": text} for status, text in statuses.items()}
 
 
 # -- engine cores -------------------------------------------------------------------------------------
@@ -329,8 +281,8 @@ def summed(answers: Sequence[Answer]) -> Answer:
 
 def _added(parts: Iterable[Answer]) -> Answer:
     """Return the sums of numbers of the same name, and the first part's texts."""
-    parts = list(parts)
-    numbers: Counter[str] = Counter()
-    for part in parts:
-        numbers.update({name: value for name, value in part.items() if not isinstance(value, str)})
-    return parts[0] | numbers
+    first, *others = parts
+    return {
+        name: value if isinstance(value, str) else value + sum(other[name] for other in others)
+        for name, value in first.items()
+    }

@@ -51,16 +51,12 @@ class RequestHintError(VLLMClientError, ValueError):
 
 @dataclass(eq=False)
 class Incoming:
-    """HTTP request on the way through the server. headers: pairs of name and value.
-
-    is_checked: True once `checked` was called for the request. refusal: the error that `checked` raised, if any. then:
-    called at the end of `checked`.
-    """
+    """HTTP request on the way through the server."""
 
     headers: Iterable[tuple[bytes, bytes]] = ()
-    is_checked: bool = False
-    refusal: RequestHintError | None = None
-    then: Callable[[], object] = lambda: None
+    is_checked: bool = False  # True once `checked` was called for the request
+    refusal: RequestHintError | None = None  # the error that `checked` raised
+    then: Callable[[], object] = lambda: None  # called at the end of `checked`
 
 
 def keep(headers: Iterable[tuple[bytes, bytes]]) -> Incoming:
@@ -220,10 +216,5 @@ def answer_to(hints: Hints, outcome: "Outcome | None") -> dict[str, Any] | None:
     """
     if outcome is None or not (set(hints.given) - {"tenant"} or outcome.lossy_tokens):
         return None
-    told = {
-        "session_id": outcome.session_id,
-        "pinned": outcome.is_pinned,
-        "refused": outcome.refused or None,
-        "lossy_tokens": outcome.lossy_tokens,
-    }
-    return {EXTRA_KEY: told}
+    told = {"session_id": outcome.session_id, "pinned": outcome.is_pinned, "lossy_tokens": outcome.lossy_tokens}
+    return {EXTRA_KEY: told | {"refused": outcome.refused or None}}

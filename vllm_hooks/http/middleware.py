@@ -18,14 +18,13 @@ from vllm.logger import init_logger
 from manthan.vllm_hooks.compat import key_check
 from manthan.vllm_hooks.http.api import ApiError, make_router
 from manthan.vllm_hooks.http.hints import Incoming, keep
-from manthan.vllm_hooks.http.page import PATHS, PREFIX, page_router
+from manthan.vllm_hooks.http.page import PATHS, PREFIX, page_routes
 from manthan.vllm_hooks.rechecks import Rechecker
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on
 
 logger = init_logger("vllm.manthan")
 App = Callable[..., Awaitable[None]]
 Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
 LONGEST_BODY = 64 * 1024  # most bytes of the body of a request below /manthan
 MOST_HELD = 8
 """Most messages of a stream to hold back. Some routes send several before vLLM makes the engine's request."""
@@ -42,7 +41,7 @@ class Middleware:
         self._has_begun = False
         self._rechecker = Rechecker()
 
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Send) -> None:
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: App) -> None:
         if not self._has_begun:  # the first call is the server's start: the app now has vLLM's flags
             self._has_begun = True
             if add_api(scope["app"]):
@@ -67,9 +66,9 @@ def add_api(app: FastAPI) -> bool:
     Return True if added, and if the loss of restored KV is to be measured (`codec.guard`).
     """
     args = app.state.args
-    if not is_on(args) or not (config := (whole := from_vllm_config(args)).api).enabled:
+    if not is_on(args) or not (config := from_vllm_config(args)).api.enabled:
         return False
-    hosts = {*config.hosts, getattr(args, "host", None) or ""} - {""}
+    hosts = {*config.api.hosts, getattr(args, "host", None) or ""} - {""}
     router: Any = app.router
     router.middleware_stack = Gate(  # behind vLLM's own middleware
         router.middleware_stack,
@@ -78,10 +77,10 @@ def add_api(app: FastAPI) -> bool:
         origins=frozenset(getattr(args, "allowed_origins", ())) - {"*"},
     )
     app.include_router(make_router(args))
-    app.include_router(page_router())
+    app.router.routes.extend(page_routes())
     if address := address_of(args):
         logger.info("Manthan: once the server has started, the live page is at %s%s/", address, PREFIX)
-    return whole.codec.guard
+    return config.codec.guard
 
 
 def address_of(args: Namespace) -> str:
@@ -100,7 +99,7 @@ class HeldAnswer:
     wrong hint could not be answered with status 400.
     """
 
-    def __init__(self, incoming: Incoming, scope: dict[str, Any], receive: Any, send: Send) -> None:
+    def __init__(self, incoming: Incoming, scope: dict[str, Any], receive: Any, send: App) -> None:
         self._incoming, self._scope, self._receive, self._send = incoming, scope, receive, send
         self._lock = asyncio.Lock()
         self._held: list[Message] | None = None
@@ -152,12 +151,9 @@ class HeldAnswer:
 class Gate:
     """Middleware that refuses forbidden requests below /manthan, before the body is read.
 
-    Args:
-        app: the next middleware.
-        has_key: returns True for headers with a valid API key; None for a server without keys.
-        hosts: host names in `Host` that a server without keys accepts, besides localhost and IP addresses. The name of
-            a hostile page may resolve to this server (DNS rebinding), but is not among them.
-        origins: further origins whose pages may change sessions on a server without keys.
+    has_key: returns True for headers with a valid API key; None for a server without keys. Such a server accepts only
+    `hosts`, localhost and IP addresses in `Host`, because a hostile page's name may resolve to it (DNS rebinding), and
+    lets pages of its own and of `origins` change sessions.
     """
 
     def __init__(
@@ -192,7 +188,6 @@ class Gate:
             raise ApiError(413, f"Content-Length must be at most {LONGEST_BODY} bytes, not {shown}.", "Content-Length")
 
     def _check_host(self, host: str) -> None:
-        """Raise ApiError unless a host is in `hosts`, an IP address, localhost or ends in .localhost."""
         with suppress(ValueError):
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".").lower()
             if name in self._hosts or name == "localhost" or name.endswith(".localhost") or ipaddress.ip_address(name):
@@ -201,11 +196,8 @@ class Gate:
         raise ApiError(403, f"Host {reprlib.repr(host)} is not a name of this server: {right}.", "Host")
 
     def _check_origin(self, headers: Headers) -> None:
-        """Raise ApiError if the request comes from a page of an origin that is not allowed.
-
-        See the standards Fetch and Fetch Metadata. Browsers send `Sec-Fetch-Site` only with TLS or to
-        localhost.
-        """
+        """Raise ApiError if the request comes from a page of an origin that is not allowed."""
+        # Browsers send `Sec-Fetch-Site` only with TLS or to localhost; see the standard Fetch Metadata.
         origin, site = headers.get("origin", ""), headers.get("sec-fetch-site")
         is_own = site in ("same-origin", "none") if site else origin.partition("://")[2] == headers.get("host")
         if origin and not is_own and origin not in self._origins:

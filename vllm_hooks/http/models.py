@@ -4,9 +4,9 @@ The description of a parameter or field that clients send completes the sentence
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, computed_field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
 
 from manthan.codec.profile import LEVELS
 from manthan.manager.histories import HistoryEvent
@@ -17,23 +17,18 @@ from manthan.manager.session.table import SessionState
 MOST_ROWS = 500
 FARTHEST = 1_000_000
 """Largest `limit` and `offset` of a `SessionQuery`."""
-STATES = f"some of {', '.join(SessionState)}, with commas between them"
+STATES = "|".join(SessionState)
 RISING = (Sort.ID, Sort.STATE, Sort.EXPECTED)
 """Values of `sort` whose lists begin with the smallest value by default. Lists of all others begin with the largest."""
-
-
-def _states(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not {*names} <= {*map(str, SessionState)}:
-        raise ValueError("unknown state")
-    return names
 
 
 class SessionQuery(BaseModel):
     """Filter, order and page of a list of sessions."""
 
-    state: Annotated[str, AfterValidator(lambda text: _states(text) and text)] | None = Field(
-        default=None, description=STATES
+    state: str | None = Field(
+        default=None,
+        pattern=rf"^ *({STATES}) *(, *({STATES}) *)*$",
+        description=f"some of {', '.join(SessionState)}, with commas between them",
     )
     tenant: str | None = Field(default=None, description="a tenant's name")
     tier: str | None = Field(default=None, description="a tier's name, such as host")
@@ -47,7 +42,8 @@ class SessionQuery(BaseModel):
     def query(self, bound: str | None) -> dict[str, Any]:
         """Return the fields of a `manthan.manager.listing.Query`. bound: tenant that asks; None for access to all."""
         order = self.order or ("asc" if self.sort in RISING else "desc")
-        given = {"bound": bound, "states": _states(self.state) if self.state else None, "descending": order == "desc"}
+        states = [name.strip() for name in self.state.split(",")] if self.state else None
+        given = {"bound": bound, "states": states, "descending": order == "desc"}
         return self.model_dump(mode="json", exclude={"state", "order"}) | given
 
 
@@ -81,10 +77,7 @@ class TierState(BaseModel):
 
 
 class Measuring(BaseModel):
-    """Progress of the guard's measurements, before its verdict on the configured codec; see `StoreState`.
-
-    blocks: number of blocks on which its loss was measured. of: number of blocks needed for a verdict.
-    """
+    """Progress of the guard before its verdict: the codec's loss was measured on `blocks` of the `of` needed blocks."""
 
     codec: str
     blocks: int
@@ -154,17 +147,13 @@ class Setting(BaseModel):
     source: str = Field(alias="from")
 
 
-class ErrorInfo(BaseModel):
+class Error(BaseModel):
+    """Field `error` of an answer, with the same fields as in errors of vLLM's server."""
+
     message: str
     type: str
     param: str | None = None
     code: int
-
-
-class Error(BaseModel):
-    """Error, with the same fields as errors of vLLM's server."""
-
-    error: ErrorInfo
 
 
 SECONDS = f"a number of seconds above 0 and at most {LONGEST_S}, or null"

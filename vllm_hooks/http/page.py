@@ -3,12 +3,13 @@
 The files need no API key, because they have no data. The page asks the user for the key, and the API for the data.
 """
 
-from collections.abc import Callable
+from functools import partial
 from importlib import resources
 from pathlib import PurePath
 
-from fastapi import APIRouter
+from fastapi import Request
 from fastapi.responses import RedirectResponse, Response
+from starlette.routing import Route
 
 PREFIX = "/manthan"
 HEADERS = {
@@ -28,21 +29,12 @@ PATHS = frozenset({PREFIX, f"{PREFIX}/", *(f"{PREFIX}/{name}" for name in FILES)
 """Paths of the page and its files: requests that only read them need no API key."""
 
 
-def page_router() -> APIRouter:
+def page_routes() -> list[Route]:
     """Return the routes of the page and of the page's files."""
-    router = APIRouter(prefix=PREFIX, include_in_schema=False)
     # The redirect is relative, because a proxy may serve this server below a path of its own.
-    router.add_api_route("", lambda: RedirectResponse("manthan/"), methods=["GET"], response_model=None)
-    router.add_api_route("/", _sender("index.html"), methods=["GET"])
-    for name in FILES:
-        router.add_api_route(f"/{name}", _sender(name), methods=["GET"])
-    return router
+    routes = [Route(PREFIX, lambda _: RedirectResponse("manthan/")), Route(f"{PREFIX}/", partial(_send, "index.html"))]
+    return routes + [Route(f"{PREFIX}/{name}", partial(_send, name)) for name in FILES]
 
 
-def _sender(name: str) -> Callable[[], Response]:
-    kind = KINDS[PurePath(name).suffix]
-
-    def send() -> Response:
-        return Response(FILES[name], media_type=kind, headers=HEADERS)
-
-    return send
+def _send(name: str, _: Request) -> Response:
+    return Response(FILES[name], media_type=KINDS[PurePath(name).suffix], headers=HEADERS)

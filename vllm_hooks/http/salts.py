@@ -78,11 +78,11 @@ def salts_of(config: ManthanConfig) -> Salts:
 
 
 class FileState(NamedTuple):
-    """State of a file, to detect a change. changed_ns: st_ctime_ns, which programs cannot set, unlike st_mtime_ns."""
+    """State of a file, to detect a change."""
 
     path: Path
     nbytes: int
-    changed_ns: int
+    changed_ns: int  # st_ctime_ns, which programs cannot set, unlike st_mtime_ns
     inode: int
 
 

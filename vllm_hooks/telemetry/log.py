@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from pydantic import ByteSize
 from vllm.logger import init_logger
 
 from manthan.codec.cpu.exact import EXACT
 from manthan.codec.fidelity import LOGIT_NOISE, VALUE_NOISE, WORST_LOGIT_NOISE
 from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import ConfigError, ManthanConfig
+from manthan.manager.config.resolve import human_bytes
 from manthan.manager.events import FIRST_BLOCKS
 from manthan.manager.guard import MOST_DIVERGENCE, RECHECKS
 
@@ -22,16 +22,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 
-def human_bytes(nbytes: int) -> str:
-    """Return a readable size, such as 1.6MiB."""
-    return ByteSize(nbytes).human_readable()
-
-
 def check_capacity(config: ManthanConfig, shape: "MemoryShape", capacity: int) -> None:
-    """Raise ConfigError if the cold store (all tiers) cannot hold a single compressed block of the largest size.
-
-    capacity: usable bytes of the cold store.
-    """
+    """Raise ConfigError if the cold store, all tiers with `capacity` usable bytes, cannot hold the largest block."""
     largest = max(shape.sizes)
     if capacity < largest:
         raise ConfigError(
@@ -43,10 +35,7 @@ def check_capacity(config: ManthanConfig, shape: "MemoryShape", capacity: int) -
 def announce(
     vllm_config: "VllmConfig", config: ManthanConfig, shape: "MemoryShape", capacity: int, place: str = ""
 ) -> None:
-    """Log policy, codec, compression for this model, the cold store's budget, and the number of tokens that fit.
-
-    capacity: usable bytes of the cold store. place: name of the namespace in a disk or Redis; empty without either.
-    """
+    """Log the settings in use. capacity: usable bytes of all tiers. place: name of the namespace in a disk or Redis."""
     store, codec, nbytes = config.tiers, config.codec, shape.groups[shape.main].cold_nbytes
     host_bytes = store.front_bytes or store.host_bytes
     profile = f" with the profile {codec.profile}" if codec.profile else ""
@@ -100,14 +89,6 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
     )
 
 
-def tell_given_up(session_id: str, blocks: int) -> None:
-    """Log that blocks of a session stay unsaved. blocks: their number."""
-    logger.info(
-        f"Manthan: {blocks} blocks of session {printable(session_id)} are not saved, because the tiers are full of "
-        "blocks that the policy keeps; vLLM overwrites the unsaved blocks next"
-    )
-
-
 def tell_guard(configured: str, finest: str) -> None:
     """Log codec `finest`, in use until the guard's verdict on codec `configured`."""
     logger.info(
@@ -116,13 +97,8 @@ def tell_guard(configured: str, finest: str) -> None:
     )
 
 
-def tell_progress(configured: str, blocks: int, used: str) -> None:
-    """Log the number of blocks that the guard has taken for its first verdict. used: codec in use until then."""
-    logger.info(f"Manthan: codec {configured} measured on {blocks} of {FIRST_BLOCKS} blocks; {used} until then")
-
-
 def tell_left_out() -> None:
-    """Log that no profile, a codec's tables for one model, is made from the prompts of tenants."""
+    """Log that a codec's profile is made without the prompts of tenants."""
     logger.info(
         "Manthan: prompts of tenants are left out of the profile that is made from traffic; if all requests have "
         "tenants, none is made: `manthan calibrate` makes one"
@@ -147,10 +123,7 @@ def tell_verdict(found: "Judged") -> None:
 
 
 def tell_rechecks(mean: float) -> None:
-    """Log that a finer codec is used from now on, because restored KV changed first tokens too much.
-
-    A recheck computes a restored prompt again. mean: divergence of the first token in nats, averaged over rechecks.
-    """
+    """Log that a finer codec is used from now on. mean: divergence in nats of the first token behind restored KV."""
     logger.warning(
         f"Manthan: behind the last {RECHECKS} rechecked restores the first token diverges by {mean:.2g} nats on "
         f"average ({MOST_DIVERGENCE:g} is allowed): a finer codec is used from now on"

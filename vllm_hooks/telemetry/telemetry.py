@@ -1,7 +1,7 @@
 """Subscriber to an engine's events. Feeds metrics, the log and traces from the events, and subscribes histories."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from vllm.v1.request import Request
 
@@ -11,14 +11,7 @@ from manthan.manager.histories import Histories
 from manthan.manager.session.hints import Hints
 from manthan.manager.session.manager import Outcome, SessionManager
 from manthan.manager.sparing import Sparing
-from manthan.vllm_hooks.telemetry.log import (
-    logger,
-    tell_eviction,
-    tell_given_up,
-    tell_progress,
-    tell_restore,
-    tell_verdict,
-)
+from manthan.vllm_hooks.telemetry.log import logger, printable, tell_eviction, tell_restore, tell_verdict
 from manthan.vllm_hooks.telemetry.metrics import ManthanStats
 from manthan.vllm_hooks.telemetry.traces import Traces
 
@@ -72,10 +65,7 @@ class Telemetry:
     # -- calls of the scheduler half ------------------------------------------------------------------
 
     def began(self, request: Request, hints: Hints, known: int | None) -> None:
-        """Note a new request.
-
-        known: number of the prompt's tokens that the request's session had; None for the first request of a session.
-        """
+        """Note a new request. known: number of the prompt's tokens that its session had; None for a new session."""
         if known is not None:
             self._known[request.request_id] = known
         if hints.given:
@@ -106,8 +96,9 @@ class Telemetry:
         """
         was = self.measured_blocks
         self._measured |= blocks
-        if self.measured_blocks * 4 // FIRST_BLOCKS > was * 4 // FIRST_BLOCKS and self._judged is None:
-            tell_progress(configured, self.measured_blocks, used)
+        done = self.measured_blocks
+        if done * 4 // FIRST_BLOCKS > was * 4 // FIRST_BLOCKS and self._judged is None:
+            logger.info(f"Manthan: codec {configured} measured on {done} of {FIRST_BLOCKS} blocks; {used} until then")
 
     def rechecked(self, divergence: float, is_same: bool) -> None:
         self.count("rechecks")
@@ -142,15 +133,18 @@ class Telemetry:
             case events.BlocksTrimmed(block_hashes=hashes, level=level):
                 self.count("trimmed_blocks", len(hashes), str(level))
             case events.StoreFailed(causes):
-                self._failed(causes)
                 for why in causes:
+                    self.count("failures", label=why)
                     if count := self._failures.due(why):
                         logger.warning("Manthan: blocks could not be stored (%s): %d", why, count)
             case events.Overwritten(blocks):
                 self.count("overwritten_blocks", blocks)
             case events.GivenUp(session_id, blocks):
                 self.count("given_up_blocks", blocks)
-                tell_given_up(session_id, blocks)
+                logger.info(
+                    f"Manthan: {blocks} blocks of session {printable(session_id)} are not saved, because the tiers "
+                    "are full of blocks that the policy keeps; vLLM overwrites the unsaved blocks next"
+                )
             case events.PrefetchHit():
                 self.count("prefetch_hits")
             case events.LookedUp(session_id, outcome):
@@ -159,18 +153,11 @@ class Telemetry:
                     self.changed.add(session_id)
             case events.StoreIsUp(is_up):
                 self.store_is_up = is_up
-            case Judged():
-                self._judged = event
+            case Judged() | events.Unjudged():
+                self._judged = event if isinstance(event, Judged) else None
                 self._measured.clear()
-                if event.is_new:
-                    tell_verdict(event)
-            case events.Unjudged():
-                self._judged = None
-                self._measured.clear()
-
-    def _failed(self, causes: Collection[str]) -> None:
-        for cause in causes:
-            self.count("failures", label=cause)
+                if self._judged is not None and self._judged.is_new:
+                    tell_verdict(self._judged)
 
     def _restored(self, event: Restored) -> None:
         shape, blocks = self._manager.shape, event.good + event.at_points
@@ -186,7 +173,8 @@ class Telemetry:
             if event.request_id in self._known:
                 self._brought[event.request_id] += event.good * shape.block_tokens
             self.totals["restore_ms"] += round(1e3 * event.seconds)
-        self._failed(event.causes)
+        for why in event.causes:
+            self.count("failures", label=why)
         tell_restore(event, shape)
         if self.traces is not None:
             self.traces.restored(event, shape)

@@ -8,12 +8,11 @@ from vllm.logger import init_logger
 from vllm.third_party.pynvml import NVMLError
 
 from manthan.manager.config.model import ManthanConfig, TiersConfig
-from manthan.manager.config.resolve import ConfigError
+from manthan.manager.config.resolve import ConfigError, human_bytes
 from manthan.manager.session.blocks import FrontTier, MemoryShape
 from manthan.manager.tiers import arena, disk
 from manthan.manager.tiers.arena import GRANULE
 from manthan.manager.tiers.sealed import OVERHEAD
-from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from manthan.codec.rope import Rope
 from manthan.codec.wht import WhtPreset
 from manthan.manager.config.model import ConfigError
 from manthan.manager.config.profiles import CALIBRATED
+from manthan.manager.config.resolve import human_bytes
 from manthan.manager.tiers.arena_tier import RamTier
 from manthan.manager.tiers.joined import StackedTier
 from manthan.manager.tiers.peer import PeerServer, PeerTier
@@ -36,7 +37,6 @@ from manthan.vllm_hooks.lasting import make_store
 from manthan.vllm_hooks.messages import Candidate, ManthanMetadata
 from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
 from manthan.vllm_hooks.support import UnsupportedError
-from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import CONNECTOR, is_on_gpu, settings
 from manthan.vllm_hooks.worker.calibrator import Calibrator
 from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS, PRIMARY_BYTES, TierBytes, room_in

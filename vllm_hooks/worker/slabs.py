@@ -14,11 +14,10 @@ import numpy.typing as npt
 import torch
 from vllm.logger import init_logger
 
-from manthan.manager.config.resolve import ConfigError
+from manthan.manager.config.resolve import ConfigError, human_bytes
 from manthan.manager.tiers.arena import GRANULE, Arena, Extent, room, split
 from manthan.manager.tiers.tier import Buffer
 from manthan.vllm_hooks import compat
-from manthan.vllm_hooks.telemetry.log import human_bytes
 
 logger = init_logger("vllm.manthan.worker")
 

@@ -1,8 +1,8 @@
-// What an operator looks for first: is the store up, is it full, who holds memory, who goes next, what went wrong.
+// What an operator looks for first: is the store up, is it full, who goes next, what went wrong.
 
 import { Chart } from "./charts.js";
 import { STATES } from "./sessions.js";
-import { ago, byId, bytes, clock, count, make, plural, share, span, write } from "./text.js";
+import { ago, byId, bytes, clock, count, make, plural, replaceList, share, span, write } from "./text.js";
 
 const WRONG = 12; // lines kept of what went wrong
 const FIRST = 20; // shown of the policy's order
@@ -20,6 +20,7 @@ export class Glance {
     this.wrong = [];
     this.before = null;
     this.opened = Date.now() / 1000;
+    this.tellWrong();
     byId("glance").append(...Object.entries(TILES).map(([name, title]) => make("div", { "data-tile": name },
       make("dt", {}, title), make("dd", { class: "figure" }, "…"), make("dd", { class: "note" }))));
   }
@@ -30,70 +31,60 @@ export class Glance {
     write(byId("where"), `${model} · policy ${policy.name} · codec ${store.codec} · ${version}`);
     document.title = `${store.up ? "" : "▲ store down – "}Manthan: pool ${share(used, pool.bytes)}`;
     this.compare(now);
-    tile("store", store.up ? "up" : "▲ DOWN", store.tiers.map((tier) => tier.name).join(", ") || store.kind, store.up ? "good" : "bad");
+    tile("store", store.up ? "up" : "▲ DOWN", store.tiers.map((tier) => tier.name).join(", ") || store.kind, store.up ? "" : "bad");
     tileOfTiers(store.tiers);
     tile("pool", share(used, pool.bytes), `${bytes(used)} of ${bytes(pool.bytes)} in use or not saved; saved copies count as free`);
     tile("sessions", count(STATES.reduce((sum, state) => sum + now.sessions[state], 0)),
       STATES.map((state) => `${count(now.sessions[state])} ${state}`).join(", "));
     tile("failures", count(totals.failures), this.wrong.length
       ? `since the start; last trouble seen ${ago(Date.now() / 1000 - this.wrong[0].at)}`
-      : "since the start; none seen here", this.wrong.length ? "warn" : "");
+      : "since the start; none seen here", this.wrong.length ? "bad" : "");
     tileOfReturns(totals, now.token_s);
     const cached = Math.max(0, totals.prompt_tokens - totals.computed_tokens);
     const lossy = cached ? `. Of the tokens from the cache ${share(totals.lossy_tokens, cached)} were lossy, the others exact` : "";
     const waits = store.measuring;
     const guard = waits ? `${waits.codec} measured on ${waits.blocks} of ${waits.of} blocks; ${store.codec} until then`
       : `guard: ${store.verdict.replace("none", "off, or no verdict yet")}`;
-    tile("quality", store.codec, `${guard}${lossy}`, store.verdict === "unfaithful" ? "warn" : "");
-    this.chart("pool", "Pool", ["not saved", "others"]).add(now.now, [pool.session_bytes, used - pool.session_bytes], pool.bytes);
+    tile("quality", store.codec, `${guard}${lossy}`, store.verdict === "unfaithful" ? "bad" : "");
+    this.chart("Pool", ["not saved", "others"]).add(now.now, [pool.session_bytes, used - pool.session_bytes], pool.bytes);
     for (const tier of store.tiers) {
-      this.chart(tier.name, `Cold store: ${tier.name}`, ["used"]).add(now.now, [tier.used_bytes], tier.budget_bytes);
+      this.chart(`Cold store: ${tier.name}`, ["used"]).add(now.now, [tier.used_bytes], tier.budget_bytes);
     }
     write(byId("order-title"), `Goes first (${policy.name})`);
-    replaceList(byId("order"), policy.order.slice(0, FIRST).map((id) => this.entry({ id })), "Nobody: no session has anything to drop.");
+    replaceList(byId("order"), policy.order.slice(0, FIRST).map((id) => this.entry(id)), "Nobody: no session has anything to drop.");
   }
 
-  chart(key, title, parts) {
-    if (!this.charts.has(key)) {
-      this.charts.set(key, new Chart(title, parts, "free"));
-      byId("charts").append(this.charts.get(key).element);
+  chart(title, parts) {
+    if (!this.charts.has(title)) {
+      this.charts.set(title, new Chart(title, parts));
+      byId("charts").append(this.charts.get(title).element);
     }
-    return this.charts.get(key);
+    return this.charts.get(title);
   }
 
   // What went wrong between two answers.
   compare(now) {
+    const wasUp = this.before?.store.up ?? true;
     const more = this.before ? now.totals.failures - this.before.totals.failures : 0;
     if (more > 0) this.happened(`${plural(more, "failure")}: the server's log says what failed.`);
-    if (this.before?.store.up !== false && !now.store.up) this.happened("The cold store is down.");
-    if (this.before?.store.up === false && now.store.up) this.happened("The cold store is up again.");
+    if (wasUp !== now.store.up) this.happened(`The cold store is ${now.store.up ? "up again" : "down"}.`);
     this.before = now;
-    if (!this.wrong.length) replaceList(byId("wrong"), [], `Nothing since ${clock(this.opened)}, when this page was opened.`);
   }
 
   happened(what) {
     this.wrong.unshift({ at: Date.now() / 1000, what });
     this.wrong.length = Math.min(this.wrong.length, WRONG);
-    byId("wrong").replaceChildren(...this.wrong.map((each) =>
-      make("li", {}, make("time", { class: "dim" }, clock(each.at)), ` ${each.what}`)));
+    this.tellWrong();
   }
 
-  // Who has most of `what`, hot_bytes or cold_bytes.
-  holders(list, sessions, what) {
-    const most = Math.max(1, ...sessions.map((session) => session[what]));
-    const held = sessions.filter((session) => session[what] > 0).sort((a, b) => b[what] - a[what]); // the API estimates
-    const lines = held.map((session) => {
-      const bar = make("i");
-      bar.style.width = `${(session[what] / most) * 100}%`;
-      return this.entry(session, make("span", {}, bytes(session[what])), make("span", { class: "share", "aria-hidden": "true" }, bar));
-    });
-    replaceList(list, lines, "Nobody.");
+  tellWrong() {
+    const lines = this.wrong.map((each) => make("li", {}, make("time", { class: "dim" }, clock(each.at)), ` ${each.what}`));
+    replaceList(byId("wrong"), lines, `Nothing since ${clock(this.opened)}, when this page was opened.`);
   }
 
-  entry(session, ...more) {
-    const name = make("bdi", {}, session.id);
-    const button = make("button", { type: "button", class: "open", title: session.id, click: () => this.look(session) }, name);
-    return make("li", {}, button, ...more);
+  entry(id) {
+    const look = () => this.look({ id });
+    return make("li", {}, make("button", { type: "button", class: "open", title: id, click: look }, make("bdi", {}, id)));
   }
 }
 
@@ -110,7 +101,7 @@ function tileOfTiers(tiers) {
   const { name, used_bytes: used, budget_bytes: budget } = tiers.at(-1);
   const isFull = used >= FULL * budget;
   const note = `${name}: ${bytes(used)} of ${bytes(budget)}${isFull ? ". ▲ Full: blocks are dropped" : ""}`;
-  tile("used", share(used, budget), note, isFull ? "warn" : "");
+  tile("used", share(used, budget), note, isFull ? "bad" : "");
 }
 
 // A return is a request that continues a session. Of the tokens that the session had, some are computed again.
@@ -120,14 +111,4 @@ function tileOfReturns(totals, each) {
   tile("saved", count(totals.restored_tokens), `in ${span(totals.restore_ms / 1000)}, ${plural(totals.restores, "restore")}. `
     + `${plural(totals.returns, "return")}: ${count(resident)} tokens resident, ${count(restored)} restored, `
     + `${count(again)} computed again. Without Manthan ${count(restored + again)} computed again${instead}`);
-}
-
-// A list drawn anew if it says something else. The focus stays where it is, by index if not by element.
-function replaceList(list, lines, nothing) {
-  const told = lines.length ? lines : [make("li", { class: "dim" }, nothing)];
-  const says = (some) => some.map((line) => line.textContent).join("\n");
-  if (says([...list.children]) === says(told)) return;
-  const focused = [...list.children].findIndex((line) => line.contains(document.activeElement));
-  list.replaceChildren(...told);
-  if (focused >= 0) list.children[Math.min(focused, told.length - 1)].querySelector("button")?.focus({ preventScroll: true });
 }

@@ -3,25 +3,22 @@
 import { ApiError, changes, credentials, get, steer } from "./api.js";
 import { Glance } from "./glance.js";
 import { Life } from "./life.js";
-import { mark, MapView, STATES, TableView } from "./sessions.js";
+import { mark, STATES, Table } from "./sessions.js";
 import { ago, byId, clock, count, make, plural, write } from "./text.js";
 
 const AGAIN_MS = 2000;
-const HOLD_MS = 5000; // rows do not move so long after somebody touched them
+const HOLD_MS = 5000; // after somebody has touched the rows, they do not move for this time
 const SAID_MS = 8000;
 const ROWS = matchMedia("(max-width: 640px)").matches ? 10 : 25;
-const CELLS = 500;
 const HOLDS = 300; // loads of an image: about a second
 
-const told = {}; // by the server, last, by the name of the event
+const told = {}; // the last data of each of the server's events, by the name of the event
 const sorting = { sort: "last_used", order: "desc" };
 const life = new Life(act, () => told.state.store.refinements);
 const look = (session) => life.open(session);
 const glance = new Glance(look);
-const table = new TableView(look, act, sortBy);
-const map = new MapView(look);
+const table = new Table(look, act, sortBy);
 
-let view = table;
 let offset = 0;
 let stream = new AbortController();
 let timer = 0;
@@ -42,7 +39,7 @@ async function listen() {
   stream = new AbortController();
   const { signal } = stream;
   try {
-    for await (const [name, data] of changes(query(), signal)) {
+    for await (const [name, data] of changes({ ...sorting, limit: ROWS, offset, ...filter() }, signal)) {
       if (signal.aborted) return;
       told[name] = data;
       if (name === "now") await draw(); // the end of a round
@@ -69,8 +66,6 @@ async function draw() {
   document.body.classList.remove("stale");
   write(byId("trouble"), "");
   glance.update({ ...told.state, now: told.now });
-  glance.holders(byId("pool-holders"), told.hot_bytes.sessions, "hot_bytes");
-  glance.holders(byId("cold-holders"), told.cold_bytes.sessions, "cold_bytes");
   showSessions(told.sessions);
   if (byId("life").open) await life.refresh();
 }
@@ -88,39 +83,30 @@ function failed(error) {
 
 // -- the sessions -------------------------------------------------------------------------------------
 
-function query() {
-  const asked = view === map ? { sort: "tokens", order: "desc", limit: CELLS } : { ...sorting, limit: ROWS, offset };
-  const states = STATES.filter((state) => byId(`state-${state}`).checked);
-  if (states.length) asked.state = states.join(",");
-  if (byId("prefix").value) asked.prefix = byId("prefix").value;
-  if (byId("of-tenant").value) asked.tenant = byId("of-tenant").value;
-  if (byId("pinned").checked) asked.pinned = "true";
+function filter() {
+  const asked = {};
+  for (const [name, value] of new FormData(byId("filter"))) {
+    if (value) asked[name] = asked[name] ? `${asked[name]},${value}` : value; // several states
+  }
   return asked;
 }
 
 function showSessions({ sessions, total }) {
   const lost = byId("view").contains(document.activeElement);
-  const held = view === table && Date.now() - touchedAt < HOLD_MS;
-  view.update(sessions, held);
+  const held = Date.now() - touchedAt < HOLD_MS;
+  table.update(sessions, held);
   if (lost && document.activeElement === document.body) byId("sessions").focus({ preventScroll: true });
-  byId("view").hidden = total === 0;
+  byId("view").hidden = byId("pager").hidden = total === 0;
   byId("empty").hidden = total > 0;
-  write(byId("empty"), isFiltered() ? "No session is as the filter wants it." : "No sessions yet. One appears here with its first request.");
+  write(byId("empty"), Object.keys(filter()).length
+    ? "No session is as the filter wants it." : "No sessions yet. One appears here with its first request.");
   write(byId("held"), held ? "Rows stay in place while you work on them." : "");
-  byId("pager").hidden = total === 0;
-  byId("previous").hidden = byId("next").hidden = view === map || total <= ROWS;
+  byId("previous").hidden = byId("next").hidden = total <= ROWS;
   byId("previous").disabled = offset === 0;
   byId("next").disabled = offset + ROWS >= total;
-  write(byId("range"), rangeOf(sessions.length, total));
-  if (view === table && offset >= total && offset > 0) turnTo(0);
+  write(byId("range"), `${count(offset + 1)}–${count(offset + sessions.length)} of ${plural(total, "session")}`);
+  if (offset >= total && offset > 0) turnTo(0);
 }
-
-function rangeOf(shown, total) {
-  if (view === map) return shown < total ? `The ${count(shown)} longest of ${plural(total, "session")}` : plural(total, "session");
-  return `${count(offset + 1)}–${count(offset + shown)} of ${plural(total, "session")}`;
-}
-
-const isFiltered = () => Object.keys(query()).some((name) => ["state", "prefix", "tenant", "pinned"].includes(name));
 
 function turnTo(to) {
   offset = Math.max(0, to);
@@ -129,19 +115,10 @@ function turnTo(to) {
 }
 
 function sortBy(column) {
-  const texts = ["id", "state", "expected"];
-  const again = sorting.sort === column;
-  sorting.order = again ? { asc: "desc", desc: "asc" }[sorting.order] : texts.includes(column) ? "asc" : "desc";
+  const first = ["id", "state", "expected"].includes(column) ? "asc" : "desc";
+  sorting.order = sorting.sort === column ? { asc: "desc", desc: "asc" }[sorting.order] : first;
   sorting.sort = column;
   table.sorted(sorting.sort, sorting.order);
-  turnTo(0);
-}
-
-function showAs(wanted) {
-  view = wanted;
-  byId("as-table").setAttribute("aria-pressed", view === table);
-  byId("as-map").setAttribute("aria-pressed", view === map);
-  byId("view").replaceChildren(view.element);
   turnTo(0);
 }
 
@@ -150,16 +127,17 @@ function showAs(wanted) {
 async function act(session, action) {
   const refused = action.refused(session);
   if (refused) return say(`${session.id} ${refused}.`);
-  if (action.name === "release" && !(await confirmed(session))) return;
+  const isRelease = action.name === "release";
+  if (isRelease && !(await confirmed(session))) return;
   const name = action.name === "pin" && session.pinned ? "unpin" : action.name;
   try {
     const found = await steer(session, name);
-    const pinned = found.pinned ? " and pinned" : "";
-    if (name === "release") {
+    if (isRelease) {
       touchedAt = 0;
       byId("life").close();
     }
-    say(`${session.id}${name === "release" ? " is released." : `: ${name} is accepted, the session is ${found.state}${pinned}.`}`);
+    const now = `the session is ${found.state}${found.pinned ? " and pinned" : ""}`;
+    say(`${session.id}${isRelease ? " is released." : `: ${name} is accepted, ${now}.`}`);
   } catch (error) {
     if (error.status === 401) return lock();
     say(error.message, true);
@@ -169,10 +147,10 @@ async function act(session, action) {
 
 function say(what, isError = false) {
   clearTimeout(saidTimer);
-  const place = [...document.querySelectorAll("dialog[open] .said"), byId("said")][0];
-  write(place, what);
-  place.classList.toggle("error", isError);
-  saidTimer = setTimeout(() => write(place, ""), isError ? 2 * SAID_MS : SAID_MS);
+  const line = document.querySelector("dialog[open] .said") ?? byId("said");
+  write(line, what);
+  line.classList.toggle("error", isError);
+  saidTimer = setTimeout(() => write(line, ""), isError ? 2 * SAID_MS : SAID_MS);
 }
 
 function confirmed(session) {
@@ -195,15 +173,22 @@ function lock() {
 }
 
 function askForKey() {
-  const dialog = byId("key-dialog");
-  if (dialog.open) return;
+  if (byId("key-dialog").open) return;
   byId("key-button").hidden = false;
   byId("key-forget").hidden = !credentials.key;
   byId("key").value = "";
-  dialog.showModal();
+  byId("key-dialog").showModal();
 }
 
-// A gateway that says itself who the tenant is also keeps the configuration from being read: then nobody is asked.
+function useKey(key) {
+  credentials.key = key;
+  locked = false;
+  byId("key-dialog").close();
+  start();
+}
+
+// Shows the field for a tenant if the server reads tenants from a header. A gateway that sets the header keeps the page
+// from reading the configuration, so that the field stays hidden.
 async function start() {
   credentials.header = "";
   const config = await get("config").catch(() => ({}));
@@ -215,49 +200,30 @@ async function start() {
 
 // -- at the start -------------------------------------------------------------------------------------
 
-function attach() {
-  const on = (id, event, does) => byId(id).addEventListener(event, does);
-  const touched = () => { touchedAt = Date.now(); };
-  for (const event of ["pointermove", "pointerdown", "keydown"]) on("view", event, touched);
-  for (const event of ["visibilitychange", "offline", "online"]) window.addEventListener(event, listen);
-  on("pause", "click", () => {
-    paused = !paused;
-    byId("pause").setAttribute("aria-pressed", paused);
-    listen();
-  });
-  on("as-table", "click", () => showAs(table));
-  on("as-map", "click", () => showAs(map));
-  on("previous", "click", () => turnTo(offset - ROWS));
-  on("next", "click", () => turnTo(offset + ROWS));
-  on("filter", "input", () => turnTo(0));
-  for (const form of ["filter", "controls"]) on(form, "submit", (event) => event.preventDefault());
-  on("confirm-yes", "click", () => byId("confirm").close("yes"));
-  on("confirm-no", "click", () => byId("confirm").close());
-  on("tenant", "change", () => { credentials.tenant = byId("tenant").value.trim(); listen(); });
-  on("key-button", "click", askForKey);
-  on("key-form", "submit", (event) => { event.preventDefault(); useKey(byId("key").value.trim()); });
-  on("key-forget", "click", () => useKey(""));
-}
-
-function useKey(key) {
-  credentials.key = key;
-  locked = false;
-  byId("key-dialog").close();
-  start();
-}
-
-function tellAge() {
-  const age = paused ? "Paused" : answeredAt ? `updated ${ago((Date.now() - answeredAt) / 1000)}` : "";
-  write(byId("age"), age);
-}
-
+const on = (id, event, does) => byId(id).addEventListener(event, does);
+for (const event of ["pointermove", "pointerdown", "keydown"]) on("view", event, () => { touchedAt = Date.now(); });
+for (const event of ["visibilitychange", "offline", "online"]) window.addEventListener(event, listen);
+for (const form of ["filter", "controls", "key-form"]) on(form, "submit", (event) => event.preventDefault());
+on("pause", "click", () => {
+  paused = !paused;
+  byId("pause").setAttribute("aria-pressed", paused);
+  listen();
+});
+on("previous", "click", () => turnTo(offset - ROWS));
+on("next", "click", () => turnTo(offset + ROWS));
+on("filter", "input", () => turnTo(0));
+on("tenant", "change", () => { credentials.tenant = byId("tenant").value.trim(); listen(); });
+on("key-button", "click", askForKey);
+on("key-form", "submit", () => useKey(byId("key").value.trim()));
+on("key-forget", "click", () => useKey(""));
 byId("states").append(...STATES.map((state) =>
-  make("label", {}, make("input", { type: "checkbox", id: `state-${state}` }), mark(state), ` ${state}`)));
+  make("label", {}, make("input", { type: "checkbox", name: "state", value: state }), mark(state), ` ${state}`)));
 byId("tenant").value = credentials.tenant;
 byId("key-button").hidden = !credentials.key;
-attach();
 table.sorted(sorting.sort, sorting.order);
-setInterval(tellAge, 1000);
 byId("view").append(table.element);
+setInterval(() => {
+  write(byId("age"), paused ? "Paused" : answeredAt ? `updated ${ago((Date.now() - answeredAt) / 1000)}` : "");
+}, 1000);
 holdLoad();
 start();

@@ -1,33 +1,33 @@
-// The sessions, as a table and as a map. Both keep what is focused while they are drawn anew.
+// The table of sessions, and what it shares with the dialog of one session.
 
 import { serverNow } from "./api.js";
-import { ago, arrange, bytes, count, make, span, write } from "./text.js";
+import { ago, bytes, count, make, span, write } from "./text.js";
 
 export const STATES = ["active", "idle", "cold"];
-export const keyOf = (session) => JSON.stringify([session.engine, session.id]); // engines may have one each of a name
 export const mark = (state) => make("i", { class: `mark ${state}`, "aria-hidden": "true" }, state[0].toUpperCase());
+const keyOf = (session) => JSON.stringify([session.engine, session.id]); // engines may have one each of a name
 
-const COLUMNS = [ // title, what the API sorts by, class
+const COLUMNS = [ // title, sort key of the API, classes, text of a session's cell
   ["Session", "id", "name"],
   ["State", "state", "state"],
-  ["Tokens", "tokens", "number tokens"],
-  ["In the pool", "hot_bytes", "number"],
-  ["Cold", "cold_bytes", "number"],
-  ["Last used", "last_used", "number"],
-  ["Expected", "expected", "number expected"],
-  ["Requests", null, "number requests"],
+  ["Tokens", "tokens", "number tokens", (s) => count(s.tokens)],
+  ["In the pool", "hot_bytes", "number", (s) => (s.hot_bytes ? bytes(s.hot_bytes) : "–")],
+  ["Cold", "cold_bytes", "number", (s) => (s.cold_bytes ? `${bytes(s.cold_bytes)} ${whereCold(s)}` : "–")],
+  ["Last used", "last_used", "number", (s) => ago(serverNow() - s.last_used)],
+  ["Expected", "expected", "number expected", expected],
+  ["Requests", null, "number requests", (s) => count(s.requests)],
   ["Steer", null, "actions"],
 ];
 
 // What can be done with a session, and the sentence that says why not.
-export const ACTIONS = [
+const ACTIONS = [
   { name: "evict", label: () => "Evict", refused: (s) => (s.state === "cold" ? "is cold already" : null) },
   { name: "prefetch", label: () => "Prefetch", refused: (s) => (s.state === "cold" ? null : "is not cold") },
   { name: "pin", label: (s) => (s.pinned ? "Unpin" : "Pin"), refused: () => null },
   { name: "release", label: () => "Release…", refused: () => null },
 ];
 
-// Buttons for a session that stay the same elements whatever becomes of it. steer(session, action) is called.
+// Buttons for a session; they stay the same elements when the session changes. A click calls steer(session, action).
 export class Buttons {
   constructor(steer) {
     this.all = ACTIONS.map((action) =>
@@ -50,11 +50,17 @@ export function whereCold(session) {
     (size < session.cold_bytes ? `${name} ${Math.max(1, Math.floor((100 * size) / session.cold_bytes))}%` : name)).join(", ");
 }
 
-export class TableView {
+export function expected(session) {
+  if (!session.expected_return) return "–";
+  const left = session.expected_return - serverNow();
+  return left >= 1 ? `in ${span(Math.floor(left))}` : "any time";
+}
+
+export class Table {
   // look(session): show its life. steer: as for Buttons. order(column): sort by it.
   constructor(look, steer, order) {
     this.rows = new Map();
-    Object.assign(this, { look, steer });
+    this.newRow = () => new Row(look, steer);
     this.heads = COLUMNS.map(([title, sort, cls]) => {
       const inside = sort ? make("button", { type: "button", click: () => order(sort) }, title) : title;
       return make("th", { scope: "col", role: "columnheader", class: cls, "data-sort": sort }, inside);
@@ -71,19 +77,20 @@ export class TableView {
     }
   }
 
-  // held: leave the rows where they are, for somebody is about to press something there.
+  // Rows for these sessions, in this order, with the focus where it was. held: leave the rows where they are, because
+  // somebody is about to press something there.
   update(sessions, held) {
-    const found = new Map(sessions.map((session) => [keyOf(session), session]));
-    if (held) {
-      for (const [key, row] of this.rows) if (found.has(key)) row.update(found.get(key));
-      return;
-    }
-    for (const key of this.rows.keys()) if (!found.has(key)) this.rows.delete(key);
-    for (const [key, session] of found) {
-      if (!this.rows.has(key)) this.rows.set(key, new Row(this.look, this.steer));
-      this.rows.get(key).update(session);
-    }
-    arrange(this.body, [...found.keys()].map((key) => this.rows.get(key).element));
+    const before = this.rows;
+    const after = new Map(sessions.map((session) => [keyOf(session), before.get(keyOf(session)) ?? this.newRow()]));
+    sessions.forEach((session) => after.get(keyOf(session)).update(session));
+    if (held) return;
+    const focused = document.activeElement;
+    this.rows = after;
+    for (const [key, row] of before) if (!after.has(key)) row.element.remove();
+    [...after.values()].forEach(({ element }, n) => {
+      if (this.body.children[n] !== element) this.body.insertBefore(element, this.body.children[n] ?? null);
+    });
+    if (focused.isConnected) focused.focus({ preventScroll: true });
   }
 }
 
@@ -106,100 +113,9 @@ class Row {
     this.buttons.update(session);
     write(this.name, session.id);
     this.open.title = session.id;
-    const isInName = session.id.startsWith(`${session.tenant}/`); // as those see it who see all tenants
+    const isInName = session.id.startsWith(`${session.tenant}/`); // in an operator's list
     write(this.owner, session.tenant && !isInName ? `of ${session.tenant}` : "");
     write(this.pin, session.pinned ? "pinned" : "");
-    write(this.cells[2], count(session.tokens));
-    write(this.cells[3], session.hot_bytes ? bytes(session.hot_bytes) : "–");
-    const where = whereCold(session);
-    write(this.cells[4], session.cold_bytes ? `${bytes(session.cold_bytes)}${where ? ` ${where}` : ""}` : "–");
-    write(this.cells[5], ago(serverNow() - session.last_used));
-    write(this.cells[6], expected(session));
-    write(this.cells[7], count(session.requests));
-  }
-}
-
-export function expected(session) {
-  if (!session.expected_return) return "–";
-  const left = session.expected_return - serverNow();
-  return left >= 1 ? `in ${span(Math.floor(left))}` : "any time";
-}
-
-const CELL = { least: 26, most: 84, named: 60 }; // pixels: a finger's width, and room for a name
-
-// A cell a session, grouped by state; its area is in proportion to the tokens.
-export class MapView {
-  constructor(look) {
-    this.cells = new Map();
-    this.look = look;
-    this.groups = Object.fromEntries(STATES.map((state) => [state, new Group(state)]));
-    this.element = make("div", { class: "map", keydown: (event) => this.move(event) },
-      make("p", { class: "dim" }, "One cell a session, as large as it has tokens; those with a thick border are pinned. "
-        + "Arrow keys go from cell to cell."),
-      ...Object.values(this.groups).map((group) => group.element));
-  }
-
-  update(sessions) {
-    const found = new Map(sessions.map((session) => [keyOf(session), session]));
-    const longest = Math.max(1, ...sessions.map((session) => session.tokens));
-    for (const key of this.cells.keys()) if (!found.has(key)) this.cells.delete(key);
-    for (const [key, session] of found) {
-      if (!this.cells.has(key)) this.cells.set(key, new Cell(this.look));
-      this.cells.get(key).update(session, longest);
-    }
-    const all = [...found.keys()].map((key) => this.cells.get(key));
-    for (const state of STATES) this.groups[state].update(all.filter((cell) => cell.session.state === state));
-    this.oneTabStop();
-  }
-
-  oneTabStop() {
-    const buttons = [...this.element.querySelectorAll(".cell")];
-    const current = buttons.find((button) => button === document.activeElement) ?? buttons.find((button) => button.tabIndex === 0);
-    for (const button of buttons) button.tabIndex = button === (current ?? buttons[0]) ? 0 : -1;
-  }
-
-  move(event) {
-    const buttons = [...this.element.querySelectorAll(".cell")];
-    const at = buttons.indexOf(document.activeElement);
-    const to = { ArrowRight: at + 1, ArrowDown: at + 1, ArrowLeft: at - 1, ArrowUp: at - 1, Home: 0, End: buttons.length - 1 }[event.key];
-    if (at < 0 || !buttons[to]) return;
-    event.preventDefault();
-    buttons[to].focus();
-    this.oneTabStop();
-  }
-}
-
-class Group {
-  constructor(state) {
-    this.size = make("span", { class: "dim" });
-    this.cells = make("div", { class: "cells" });
-    this.element = make("section", { "aria-label": state }, make("h3", {}, mark(state), ` ${state} `, this.size), this.cells);
-  }
-
-  update(cells) {
-    const tokens = cells.reduce((sum, cell) => sum + cell.session.tokens, 0);
-    write(this.size, cells.length ? `${count(cells.length)}, ${count(tokens)} tokens` : "none");
-    arrange(this.cells, cells.map((cell) => cell.element));
-  }
-}
-
-class Cell {
-  constructor(look) {
-    this.letter = make("b", { "aria-hidden": "true" });
-    this.name = make("bdi", { "aria-hidden": "true" });
-    this.element = make("button", { type: "button", tabindex: "-1", click: () => look(this.session) }, this.letter, this.name);
-  }
-
-  update(session, longest) {
-    this.session = session;
-    const side = Math.round(Math.max(CELL.least, CELL.most * Math.sqrt(session.tokens / longest)));
-    this.element.className = `cell ${session.state}${session.pinned ? " pinned" : ""}`;
-    this.element.style.width = this.element.style.height = `${side}px`;
-    write(this.letter, session.state[0].toUpperCase());
-    write(this.name, side >= CELL.named ? session.id : "");
-    const used = `last used ${ago(serverNow() - session.last_used)}${session.pinned ? ", pinned" : ""}`;
-    const what = `${session.id}: ${session.state}, ${count(session.tokens)} tokens, ${used}`;
-    this.element.setAttribute("aria-label", what);
-    this.element.title = what;
+    COLUMNS.forEach(([, , , text], n) => text && write(this.cells[n], text(session)));
   }
 }

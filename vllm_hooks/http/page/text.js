@@ -47,13 +47,12 @@ export function write(element, text) {
 
 export const byId = (id) => document.getElementById(id);
 
-// The children of a list in this order, with the focus where it was.
-export function arrange(parent, children) {
-  const focused = document.activeElement;
-  const wanted = new Set(children);
-  for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
-  children.forEach((child, n) => {
-    if (parent.children[n] !== child) parent.insertBefore(child, parent.children[n] ?? null);
-  });
-  if (focused !== document.activeElement && focused.isConnected) focused.focus({ preventScroll: true });
+// A list drawn anew if it says something else. The focus stays where it is, by index if not by element.
+export function replaceList(list, lines, nothing) {
+  const told = lines.length ? lines : [make("li", { class: "dim" }, nothing)];
+  const says = (some) => some.map((line) => line.textContent).join("\n");
+  if (says([...list.children]) === says(told)) return;
+  const focused = [...list.children].findIndex((line) => line.contains(document.activeElement));
+  list.replaceChildren(...told);
+  if (focused >= 0) list.children[Math.min(focused, told.length - 1)].querySelector("button")?.focus({ preventScroll: true });
 }
