@@ -182,9 +182,4 @@ class Fp8Codec(Codec):
         return as_numbers(made, section.dtype) if self._as_floats else made
 
     def _inner(self, section: Section) -> Section:
-        return _wide(section) if self._as_floats else section
-
-
-@lru_cache
-def _wide(section: Section) -> Section:
-    return replace(section, dtype=Dtype.FLOAT32)
+        return replace(section, dtype=Dtype.FLOAT32) if self._as_floats else section
