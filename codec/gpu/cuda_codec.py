@@ -39,10 +39,8 @@ class Blocks(ctypes.Structure):
     )
 
     @classmethod
-    def plan(
-        cls, layout: PagedLayout, caches: torch.Tensor, form: Form, first_token: int, tokens: int, **more: Any
-    ) -> Self:
-        """Return the job for `tokens` tokens of a block, from `first_token` on, without a batch of blocks.
+    def plan(cls, layout: PagedLayout, caches: torch.Tensor, form: Form, first: int, tokens: int, **more: Any) -> Self:
+        """Return the job for `tokens` tokens of a block, from token `first` on, without a batch of blocks.
 
         caches: addresses of the layers. more: further fields.
         """
@@ -50,7 +48,7 @@ class Blocks(ctypes.Structure):
             caches=caches.data_ptr(),
             head_nbytes=form.header.nbytes,
             block_stride=layout.block_stride,
-            at=tuple(at + first_token * layout.token_stride for at in layout.ats),
+            at=tuple(at + first * layout.token_stride for at in layout.ats),
             head_stride=layout.head_stride,
             token_stride=layout.token_stride,
             layers=len(layout.caches),

@@ -65,7 +65,7 @@ class Wht(Sections):
         *fields(ctypes.c_int64, "means_at row_steps_at scales_at"),
         ("tables_at", ctypes.c_int64 * 2),
         ("row_room", ctypes.c_uint32),
-        ("limits", ctypes.c_uint32 * len(LIMITS)),
+        ("bounds", ctypes.c_uint32 * len(LIMITS)),
         *fields(ctypes.c_float, "one_token one_number key_step value_step"),
         *fields(ctypes.c_int32, "abreast staged"),
     )
@@ -87,7 +87,7 @@ class Wht(Sections):
         made.means_at, made.row_steps_at = parts[0].means.start - START, parts[0].row_steps.start - START
         made.scales_at = parts[-1].scales.start - START
         made.row_room = -(-numbers // (OCTET * made.streams)) * OCTET * made.streams
-        made.limits[:] = np.ceil(LIMITS * (layout.head_dim * made.tokens)).astype(np.int64).tolist()
+        made.bounds[:] = np.ceil(LIMITS * (layout.head_dim * made.tokens)).astype(np.int64).tolist()
         abreast, rest = divmod(made.tokens, made.streams)
         made.abreast = abreast if not rest and abreast in (1, 2, 4) and layout.head_dim <= 256 else 0
         preset = PRESETS[format.codec]

@@ -25,7 +25,7 @@ struct Wht : Sections {  // with scratch, and the arithmetic's constants
     const uint4 *encoding, *decoding;  // see whole.cu
     i64 means_at, row_steps_at, scales_at, tables_at[2];  // byte offsets in the fronts
     u32 row_room;                     // numbers of a row in `rounded`, with padding to whole octets
-    u32 limits[TABLES - 1];           // sums of squares of a run from which on the next table is better
+    u32 bounds[TABLES - 1];           // sums of squares of a run from which on the next table is better
     float one_token, one_number;      // 1 / tokens, 1 / numbers of a row
     float key_step, value_step;       // steps, in deviations of the numbers
     int abreast;                      // tokens / streams if 1, 2 or 4 and HEAD_DIM <= 256, else 0: see octet_at
@@ -424,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) round_rows(const Wht job) {
         u8* tables = front + job.tables_at[first.kind] + first.layer * job.heads;
         for (int head = thread; head < job.heads; head += blockDim.x) {
             int table = 0;
-            for (int i = 0; i < TABLES - 1; i++) table += squares[head] >= job.limits[i];
+            for (int i = 0; i < TABLES - 1; i++) table += squares[head] >= job.bounds[i];
             tables[head] = table;
         }
         if (first.layer + 1 == job.layers && front + job.parts[first.kind] - tables - job.heads > thread)
