@@ -3,6 +3,7 @@
 import ctypes
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from importlib import resources
 from typing import Any, Generic, Self, TypeVar
 
@@ -110,14 +111,30 @@ class Lossy(Blocks):
 
 
 class CudaCodec(PagedCodec, Generic[L]):
-    """`PagedCodec` of keys and values, or of latents, by kernels. L: a job for lossy sections. Raises CompileError."""
+    """`PagedCodec` of keys and values, or of latents, by kernels. L: a job for lossy sections. Raises CompileError.
+
+    Args:
+        sources: names of the kernels' source files.
+        macros, words: see `constants`.
+    """
 
     layout: PagedLayout
-    _kernels: Module
 
-    def __init__(self, layout: PagedLayout, format: BlockFormat, rope: Rope | None = None) -> None:
+    def __init__(
+        self,
+        layout: PagedLayout,
+        format: BlockFormat,
+        rope: Rope | None,
+        sources: tuple[str, ...],
+        macros: Mapping[str, object] = {},
+        words: Mapping[str, list[int]] = {},
+    ) -> None:
         super().__init__(layout, format, rope)
-        self._addresses, self._coded = addresses(layout), layout.coded
+        self._addresses, self._coded, self._rope = addresses(layout), layout.coded, rope or Rope(())
+        shared = {"PAIRS": len(self._rope.frequencies), "INTERLEAVED": int(self._rope.interleaved)}
+        shared["SCALES"] = layout.scales.nbytes if layout.scales else 0
+        text = constants(layout.coded.head_dim, layout.dtype, is_aligned(layout), shared | dict(macros), words)
+        self._kernels = module(text, sources, self.device)
         self._plans: dict[int, tuple[list[Job], L | None]] = {}
 
     def encode(self, batch: Batch, buffer: torch.Tensor) -> None:
@@ -216,10 +233,11 @@ def is_aligned(layout: PagedLayout) -> bool:
     )
 
 
-def sources(names: Sequence[str]) -> str:
-    """Return the joined text of kernel source files."""
+@lru_cache
+def module(constants: str, names: tuple[str, ...], device: torch.device) -> Module:
+    """Return the compiled kernels of source files. constants: text ahead of the sources. Raises CompileError."""
     folder = resources.files("manthan.codec.gpu").joinpath("kernels")
-    return "\n".join((folder / name).read_text() for name in names)
+    return Module("\n".join([constants, *((folder / name).read_text() for name in names)]), device)
 
 
 def constants(

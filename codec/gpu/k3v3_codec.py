@@ -1,13 +1,9 @@
 """`manthan.codec.k3v3` (3 bits a number) by CUDA kernels. Bytes and numbers equal those of the codec on the CPU."""
 
-from functools import lru_cache
-
 import torch
 
-from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat
-from manthan.codec.gpu.cuda_codec import CudaCodec, Job, as_bits, constants, is_aligned, sources
-from manthan.codec.gpu.nvrtc import Module
+from manthan.codec.gpu.cuda_codec import CudaCodec, Job, as_bits
 from manthan.codec.gpu.paged import Batch, Form, PagedLayout
 from manthan.codec.k3v3 import BITS, LEVELS, THRESHOLDS
 from manthan.codec.wire import align16
@@ -19,8 +15,8 @@ class K3v3PagedCodec(CudaCodec[Job]):
     """`PagedCodec` of keys and values, or of latents, on a CUDA device. Raises CompileError."""
 
     def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
-        super().__init__(layout, format)
-        self._kernels = _module(layout.coded.head_dim, layout.dtype, self.device, is_aligned(layout))
+        words = {"LEVELS": as_bits(LEVELS), "CUTS": as_bits(THRESHOLDS)}
+        super().__init__(layout, format, None, SOURCES, words=words)
 
     def _lossy(self, form: Form, exact: int) -> Job:
         layout = self._coded
@@ -48,10 +44,3 @@ class K3v3PagedCodec(CudaCodec[Job]):
         """Launch a kernel with a warp for each vector."""
         job = lossy.of(batch, buffer)
         self._kernels.launch(name, job, job.n * job.kinds * job.layers * job.heads * job.tokens)
-
-
-@lru_cache
-def _module(head_dim: int, dtype: Dtype, device: torch.device, aligned: bool) -> Module:
-    """Return the kernels for vectors of this size and dtype. Raises CompileError."""
-    words = {"LEVELS": as_bits(LEVELS), "CUTS": as_bits(THRESHOLDS)}
-    return Module(f"{constants(head_dim, dtype, aligned, words=words)}\n{sources(SOURCES)}", device)

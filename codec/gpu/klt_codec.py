@@ -21,16 +21,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat
 from manthan.codec.cpu.klt import EXACT, MOST_K, PRESETS, streams_of
 from manthan.codec.cpu.rans import VERSION
 from manthan.codec.errors import ProfileError
-from manthan.codec.gpu.cuda_codec import ALL, CudaCodec, Lossy, constants, fields, is_aligned, sources
-from manthan.codec.gpu.nvrtc import ALONE, Module
+from manthan.codec.gpu.cuda_codec import ALL, CudaCodec, Lossy, fields
+from manthan.codec.gpu.nvrtc import ALONE
 from manthan.codec.gpu.paged import Batch, Form, PagedLayout
 from manthan.codec.profile import Group, Profile
-from manthan.codec.rope import Rope
 from manthan.codec.tables import levels
 from manthan.codec.tables.frequencies import SCALE
 
@@ -208,15 +206,19 @@ class KltPagedCodec(CudaCodec[tuple[LeveledSections, Model]]):
         profile = format.facts.profile
         if not isinstance(profile, Profile) or not profile.groups:
             raise ProfileError(f"codec {format.codec} needs a profile of the model: run `manthan calibrate MODEL`.")
-        super().__init__(layout, format, profile.info.rope)
         self._level = PRESETS[format.codec].level
         if self._level == EXACT:
             raise ProfileError(f"codec {format.codec} has no GPU version: its last refinement is for the CPU only.")
-        self._rope, self._profile = profile.info.rope or Rope(()), profile
+        macros: dict[str, object] = {"BUCKETS": BUCKETS, "SECTION_VERSION": VERSION, "MOST_K": MOST_K, "LEVELS": LEVELS}
+        macros |= {
+            "TABLES": TABLES,
+            "FINE": levels.FINE,
+            "WIDTHS": len(levels.WIDTHS),
+            "NUMBERS_A_WORD": NUMBERS_A_WORD,
+        }
+        super().__init__(layout, format, profile.info.rope, SOURCES, macros)
+        self._profile = profile
         self._encoding, self._decoding = encoding_tables(self.device), decoding_tables(self.device)
-        shape, pairs = (self._coded.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
-        scales = layout.scales.nbytes if layout.scales else 0
-        self._kernels = _module(*shape, self.device, is_aligned(layout), *pairs, scales)
 
     def _lossy(self, form: Form, exact: int) -> tuple[LeveledSections, Model]:
         model = self._model.with_tokens(self.layout.tokens - exact)
@@ -334,17 +336,3 @@ class KltPagedCodec(CudaCodec[tuple[LeveledSections, Model]]):
     @cached_property
     def _model(self) -> Model:
         return Model.of(self._profile.groups, len(self._coded.ats), self.device)
-
-
-@lru_cache
-def _module(
-    head_dim: int, dtype: Dtype, device: torch.device, aligned: bool, pairs: int, interleaved: bool, scales: int
-) -> Module:
-    """Return the kernels for vectors of `head_dim` numbers of `dtype`; see `cuda_codec.constants`.
-
-    pairs, interleaved: number and order of RoPE's pairs. scales: bytes of one scale of a latent, 0 without scales.
-    """
-    macros = {"PAIRS": pairs, "INTERLEAVED": int(interleaved), "BUCKETS": BUCKETS, "SCALES": scales}
-    macros |= {"SECTION_VERSION": VERSION, "MOST_K": MOST_K, "LEVELS": LEVELS, "TABLES": TABLES, "FINE": levels.FINE}
-    macros |= {"WIDTHS": len(levels.WIDTHS), "NUMBERS_A_WORD": NUMBERS_A_WORD}
-    return Module(f"{constants(head_dim, dtype, aligned, macros)}\n{sources(SOURCES)}", device)

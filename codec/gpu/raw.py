@@ -7,7 +7,6 @@ never make the host wait for the device.
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from manthan.codec.block import BlockFormat
 from manthan.codec.cpu.numbers import LARGEST
 from manthan.codec.cpu.state import LEVELS, STATE_CODECS, StateCodec, StatePart
 from manthan.codec.errors import ShapeError
-from manthan.codec.gpu.cuda_codec import Job, constants, sources
+from manthan.codec.gpu.cuda_codec import Job, constants, module
 from manthan.codec.gpu.nvrtc import ALONE, Module
 from manthan.codec.gpu.paged import ALIGNMENT, DTYPES, GOOD, Batch, PagedCodec, RawLayout
 
@@ -27,7 +26,6 @@ BYTES_AT_ONCE = 2**27
 STATE_BYTES_AT_ONCE = 2**26
 """Most bytes of float32 numbers of states at once, unless a layer has more. Temporaries take four times as much."""
 NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
-SOURCES = ("common.cu", "seal.cu")
 
 
 class RawPagedCodec(PagedCodec):
@@ -131,10 +129,9 @@ def _units(buffer: Tensor) -> Tensor:
     return buffer[: len(buffer) // ALIGNMENT * ALIGNMENT].view(torch.int64).view(-1, ALIGNMENT // 8)
 
 
-@lru_cache
 def seals(device: torch.device) -> Module:
     """Return the kernels that write and verify checksums of blocks of any content. Raises CompileError."""
-    return Module(f"{constants(128, Dtype.BFLOAT16, True)}\n{sources(SOURCES)}", device)
+    return module(constants(128, Dtype.BFLOAT16, True), ("common.cu", "seal.cu"), device)
 
 
 class _Place(NamedTuple):

@@ -7,7 +7,6 @@ section (all keys or all values) that exceeds its bound, so that the host never 
 """
 
 import ctypes
-from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -15,11 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, sections
 from manthan.codec.cpu.rans import MOST_DOUBLINGS, START, VERSION, streams_of
-from manthan.codec.gpu.cuda_codec import CudaCodec, Job, Lossy, constants, fields, is_aligned, sources
-from manthan.codec.gpu.nvrtc import ALONE, Module
+from manthan.codec.gpu.cuda_codec import CudaCodec, Job, Lossy, fields
+from manthan.codec.gpu.nvrtc import ALONE
 from manthan.codec.gpu.paged import Batch, Form, PagedLayout
 from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import ESCAPE, SCALE, family
@@ -121,14 +119,20 @@ class WhtPagedCodec(CudaCodec[Wht]):
     """
 
     def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
-        super().__init__(layout, format, format.facts.rope)
-        self._rope = format.facts.rope or Rope(())
-        self._tables = [torch.from_numpy(x.view(np.uint8)).to(self.device) for x in (_encoding(), _decoding())]
-        self._most_shared: int = properties_of(self.device).shared_memory_per_block_optin
-        self._shared = self._tables[1].nbytes <= self._most_shared
-        shape, pairs = (self._coded.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
-        kinds, scales = len(self._coded.ats), layout.scales.nbytes if layout.scales else 0
-        self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs, kinds, scales)
+        tables, device = (_encoding(), _decoding()), layout.caches[0].device
+        self._most_shared: int = properties_of(device).shared_memory_per_block_optin
+        self._shared = tables[1].nbytes <= self._most_shared
+        macros: dict[str, object] = {
+            "KINDS": len(layout.coded.ats),
+            "SHARED_TABLES": int(self._shared),
+            "MEAN_BITS": MEAN_BITS,
+            "SECTION_VERSION": VERSION,
+            "MOST_DOUBLINGS": MOST_DOUBLINGS,
+            "ROW_STEP_END": ROW_STEP_END,
+            "WHT_LIMIT_BITS": f"{LIMIT_BITS}u",
+        }
+        super().__init__(layout, format, format.facts.rope, SOURCES, macros)
+        self._tables = [torch.from_numpy(table.view(np.uint8)).to(device) for table in tables]
 
     def _lossy(self, form: Form, exact: int) -> Wht:
         return Wht.of_form(self.layout, self.format, self._addresses, form, exact, self._rope)
@@ -236,38 +240,6 @@ def _abreast(head_dim: int) -> int:
     """Return VECTORS of octets.cu: number of vectors that a warp holds."""
     holders = -(-head_dim // (8 if head_dim <= 256 else 16))
     return 32 // max(4, 1 << (holders - 1).bit_length())
-
-
-@lru_cache
-def _module(
-    head_dim: int,
-    dtype: Dtype,
-    device: torch.device,
-    aligned: bool,
-    shared: bool,
-    pairs: int,
-    interleaved: bool,
-    kinds: int,
-    scales: int,
-) -> Module:
-    """Return the kernels for vectors of `head_dim` numbers of `dtype`. aligned: see `cuda_codec.constants`.
-
-    shared: True if the decoding tables fit into shared memory. pairs, interleaved: number and order of RoPE's pairs.
-    kinds: 2 for keys and values, 1 for latents. scales: bytes of one scale of a latent, 0 without scales.
-    """
-    macros = {
-        "KINDS": kinds,
-        "SCALES": scales,
-        "SHARED_TABLES": int(shared),
-        "PAIRS": pairs,
-        "INTERLEAVED": int(interleaved),
-        "MEAN_BITS": MEAN_BITS,
-        "SECTION_VERSION": VERSION,
-        "MOST_DOUBLINGS": MOST_DOUBLINGS,
-        "ROW_STEP_END": ROW_STEP_END,
-        "WHT_LIMIT_BITS": f"{LIMIT_BITS}u",
-    }
-    return Module(f"{constants(head_dim, dtype, aligned, macros)}\n{sources(SOURCES)}", device)
 
 
 def _frequencies() -> tuple[Entries, Entries]:
