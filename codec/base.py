@@ -70,7 +70,6 @@ class Dtype(IntEnum):
 class Section:
     """Description of a section of a compressed block.
 
-    codec: name of the codec.
     layers, first_layer: count of layers, and index of the first layer; Manthan writes 0.
     tokens, first_token: count of tokens, and index of the first token in the block.
     heads, head_dim: count of KV heads (or of a latent's pieces), and of numbers in a vector. Opaque bytes are

@@ -90,11 +90,9 @@ class ProfileBuilder:
         self._metrics[layer] = metrics
 
     def weigh_tokens(self, energies: Sequence[Doubles]) -> None:
-        """Add weights of the tokens of the text that was added last.
+        """Add weights of the tokens of the text that was added last: how much later queries attend to each token.
 
-        A weight, such as the energy of a gradient, tells how much later queries attend to a token.
-
-        energies: for each layer, [tokens], weights of the text's tokens from token SINKS on.
+        energies: for each layer, [tokens], weights of the text's tokens from token SINKS on, such as of a gradient.
         """
         for joint in self._flat:
             joint.weigh(np.sum([energies[layer] for layer in joint.layers], 0))

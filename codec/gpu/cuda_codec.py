@@ -113,9 +113,7 @@ class Lossy(Blocks):
 class CudaCodec(PagedCodec, Generic[L]):
     """`PagedCodec` of keys and values, or of latents, by kernels. L: a job for lossy sections. Raises CompileError.
 
-    Args:
-        sources: names of the kernels' source files.
-        macros, words: see `constants`.
+    sources: names of the kernels' source files. macros, words: see `constants`.
     """
 
     layout: PagedLayout
@@ -245,12 +243,7 @@ def constants(
 ) -> str:
     """Return the source text of constants and macros, to precede the kernels' sources.
 
-    Args:
-        head_dim: count of numbers in a vector.
-        dtype: dtype of the cache's numbers.
-        aligned: see `is_aligned`.
-        macros: a codec's further macros, by name.
-        words: a codec's further constants, arrays of unsigned int, by name.
+    aligned: see `is_aligned`. macros, words: a codec's further macros, and constant arrays of unsigned int, by name.
     """
     made = rotation(head_dim)
     shared = {"THREADS": THREADS, "HEAD_DIM": head_dim, "DTYPE": DTYPES.index(dtype), "ALIGNED": int(aligned)}

@@ -25,14 +25,15 @@ BYTES_AT_ONCE = 2**27
 """Most bytes of the blocks processed at once, unless a block is larger. Temporaries take about three times as much."""
 STATE_BYTES_AT_ONCE = 2**26
 """Most bytes of float32 numbers of states at once, unless a layer has more. Temporaries take four times as much."""
+SOURCES = ("common.cu", "seal.cu")
 NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 
 class RawPagedCodec(PagedCodec):
     """`PagedCodec` for opaque bytes. An encoded block has one section: the bytes by layer, or output of `StateCoder`.
 
-    `Batch.exact` is ignored: all blocks have `form(0)`. kernels: of the checksum, `seals` if None. Raises CompileError,
-    and ShapeError if the layers' sizes do not add up to a block of `format`.
+    `Batch.exact` is ignored: all blocks have `form(0)`. kernels: of the checksum; None for seal.cu's. Raises
+    CompileError, and ShapeError if the layers' sizes do not add up to a block of `format`.
     """
 
     layout: RawLayout
@@ -48,7 +49,7 @@ class RawPagedCodec(PagedCodec):
         self._coder = StateCoder(StateCodec(format.codec, state)) if state and codes_states else None
         self._unit = layout.unit
         self._caches = [cache.view(self._unit) for cache in layout.caches]
-        self._kernels = kernels or seals(self.device)
+        self._kernels = kernels or module(constants(128, Dtype.BFLOAT16, True), SOURCES, self.device)
         self._job = Job(head_nbytes=form.header.nbytes)
 
     def encode(self, batch: Batch, buffer: Tensor) -> None:
@@ -66,7 +67,8 @@ class RawPagedCodec(PagedCodec):
     def decode(self, batch: Batch, buffer: Tensor) -> None:
         with torch.inference_mode():
             for some in self._batches(batch):
-                rows, block_ids = self._rows(buffer, batch.offsets[some]), batch.block_ids[some]
+                rows = _units(buffer).index_select(0, self._places(batch.offsets[some])).view(torch.uint8)
+                rows, block_ids = rows.view(-1, self._nbytes), batch.block_ids[some]
                 good, at = (batch.status[some] == GOOD)[:, None], self._start
                 if self._coder is not None:
                     rows, at = self._coder.decode(rows[:, at : at + self._coder.nbytes]), 0
@@ -79,19 +81,15 @@ class RawPagedCodec(PagedCodec):
         block_ids, headers = batch.block_ids[some], batch.headers[some]
         rows = torch.zeros((len(block_ids), self._nbytes), dtype=torch.uint8, device=self.device)
         rows[:, : headers.shape[1]] = headers
-        if self._coder is None:
-            self._gather(block_ids, rows, self._start)
-            return rows
-        states = torch.empty((len(block_ids), self._raw_nbytes), dtype=torch.uint8, device=self.device)
-        self._gather(block_ids, states, 0)
-        encoded, batch.status[some] = self._coder.encode(states)
-        rows[:, self._start : self._start + encoded.shape[1]] = encoded
+        states, start = rows, self._start
+        if self._coder is not None:
+            states, start = rows.new_empty((len(block_ids), self._raw_nbytes)), 0
+        for cache, columns in self._by_layer(states, start):
+            columns.copy_(cache.index_select(0, block_ids))
+        if self._coder is not None:
+            encoded, batch.status[some] = self._coder.encode(states)
+            rows[:, self._start : self._start + encoded.shape[1]] = encoded
         return rows
-
-    def _gather(self, block_ids: Tensor, rows: Tensor, start: int) -> None:
-        """Copy the paged blocks' bytes to `rows`, uint8 [n, bytes], from byte `start` of each row on."""
-        for cache, place in self._by_layer(rows, start):
-            place.copy_(cache.index_select(0, block_ids))
 
     def _by_layer(self, rows: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each layer's cache and the layer's columns of `rows`, uint8 [n, bytes], both as the layout's unit.
@@ -104,10 +102,6 @@ class RawPagedCodec(PagedCodec):
             yield cache, units[:, at:end]
             at = end
 
-    def _rows(self, buffer: Tensor, offsets: Tensor) -> Tensor:
-        """Return a copy of the encoded blocks at `offsets` of the buffer, uint8 [n, nbytes]."""
-        return _units(buffer).index_select(0, self._places(offsets)).view(torch.uint8).view(len(offsets), self._nbytes)
-
     def _places(self, offsets: Tensor) -> Tensor:
         """Return the indices, in `_units` of the buffer, of all units of the blocks at byte offsets `offsets`."""
         runs = torch.arange(self._nbytes // ALIGNMENT, device=offsets.device)
@@ -119,7 +113,6 @@ class RawPagedCodec(PagedCodec):
         return (slice(first, min(first + step, n)) for first in range(0, n, step))
 
     def _launch(self, name: str, batch: Batch, buffer: Tensor) -> None:
-        """Launch a kernel with a block of threads for each encoded block."""
         job = self._job.of(batch, buffer)
         self._kernels.launch(name, job, job.n * ALONE)
 
@@ -127,11 +120,6 @@ class RawPagedCodec(PagedCodec):
 def _units(buffer: Tensor) -> Tensor:
     """Return the buffer's whole units of ALIGNMENT bytes, as int64 [units, 2]."""
     return buffer[: len(buffer) // ALIGNMENT * ALIGNMENT].view(torch.int64).view(-1, ALIGNMENT // 8)
-
-
-def seals(device: torch.device) -> Module:
-    """Return the kernels that write and verify checksums of blocks of any content. Raises CompileError."""
-    return module(constants(128, Dtype.BFLOAT16, True), ("common.cu", "seal.cu"), device)
 
 
 class _Place(NamedTuple):
