@@ -126,17 +126,12 @@ class BlockShape:
 
 
 class DecodedShard(NamedTuple):
-    """Decoded block of some of the model's heads.
+    """Decoded block of some of the model's heads."""
 
-    first_head: index of the first of the `heads` heads among the model's KV heads.
-    numbers: arrays as in `BlockShape.arrays`.
-    ignored: number of bytes behind the base and the good refinements.
-    """
-
-    first_head: int
+    first_head: int  # among the model's KV heads
     heads: int
-    numbers: tuple[Numbers, ...]
-    ignored: int = 0
+    numbers: tuple[Numbers, ...]  # as in `BlockShape.arrays`
+    ignored: int = 0  # bytes behind the base and the good refinements
 
 
 PIECE = 128  # most numbers of a piece of a latent
@@ -158,10 +153,7 @@ def sections(codec: str, shape: BlockShape, exact: int, first_head: int = 0) -> 
     """Return the sections of a block: the first `exact` tokens are kept exact, and `codec` encodes the other tokens.
 
     RoPE's part of MLA is exact for all tokens. The bytes of `shape.opaque` come first. A block of opaque bytes is a
-    single section, kept exact unless `codec` is a codec of recurrent states.
-
-    Args:
-        first_head: index of the block's first head among the model's KV heads.
+    single section, kept exact unless `codec` is a codec of recurrent states. first_head: as in `Section`.
 
     Raises: ShapeError unless `exact` is between 0 and the block's count of tokens; HeadDimError.
     """
@@ -197,10 +189,8 @@ class BlockFormat:
     An fp8 block is kept exact as a whole if this is smaller, or if the codec refuses its numbers.
 
     Args:
-        codec: name of the codec.
         shape: shape of the blocks before encoding.
-        fingerprint: 16 bytes; see `wire.BlockHeader`.
-        group: index of the KV cache group.
+        fingerprint, group: see `wire.BlockHeader`.
         facts: RoPE, profile and layout of states of the model, which some codecs need.
         first_head: index of the blocks' first head among the model's KV heads.
 
@@ -228,11 +218,7 @@ class BlockFormat:
         return BlockFormat(self.codec, shape, self.fingerprint, self.group, self.facts, self.first_head)
 
     def warm_up(self, exacts: Sequence[int] = (0,)) -> None:
-        """Encode and decode a block of zeros, so that no later block waits for a compiler or a table.
-
-        Args:
-            exacts: counts of exact tokens. A block is encoded and decoded for each count.
-        """
+        """Encode and decode zeros for each number of exact tokens, so that no later block waits for a compiler."""
         numbers = [np.zeros(shape, dtype) for shape, dtype in self.shape.arrays]
         for exact in exacts:
             self.decode(self.encode(*numbers, key=b"", first_token=0, exact=exact), key=b"")

@@ -51,9 +51,8 @@ def _evened(weights: Doubles, least: float) -> Doubles:
 
 
 class ProfileBuilder:
-    """Builds the profile of a model.
+    """Builds the profile of a model. `finish` fills in `tokens`, `bits` and `divergences` of `info`.
 
-    info: facts about the profile; `finish` fills in `tokens`, `bits` and `divergences`.
     ranks: number of tensor-parallel ranks. Latents are the same on all ranks.
     """
 
@@ -91,20 +90,20 @@ class ProfileBuilder:
         self._metrics[layer] = metrics
 
     def weigh_tokens(self, energies: Sequence[Doubles]) -> None:
-        """Add weights of the tokens of the text that was added last.
+        """Add weights of the tokens of the text that was added last: how much later queries attend to each token.
 
-        A weight, such as the energy of a gradient, tells how much later queries attend to a token.
-
-        energies: for each layer, [tokens], weights of the text's tokens from token SINKS on.
+        energies: for each layer, [tokens], weights of the text's tokens from token SINKS on, such as of a gradient.
         """
         for joint in self._flat:
             joint.weigh(np.sum([energies[layer] for layer in joint.layers], 0))
 
     def finish(self) -> Profile:
-        """Return the profile. Raises ProfileError for too few tokens."""
+        """Return the profile. Raises ProfileError for too few tokens, or if none are held back."""
         size = self._info.heads * self._info.head_dim
         if self.tokens < size:
             raise ProfileError(f"{self.tokens} tokens do not calibrate {size} numbers: at least as many tokens do.")
+        if not all(len(joint.held) for joint in self._flat):
+            raise ProfileError(f"no text has {HELD_BACK} tokens, of which the last could be held back: longer ones do.")
         for joint in self._flat:
             joint.code(self._metrics)
         groups, bits, divergences = _stepped(self._info, self._joints)
@@ -145,7 +144,7 @@ class _Joint:
         if layer < self.layers[-1]:
             return
         rows = np.concatenate(self._parts, 1)
-        good = np.isfinite(rows).all(1)
+        good = np.isfinite(rows).all(1)  # a token with a bad number in one layer is left out of its whole group
         self._parts, self._rows = [], rows if good.all() else None
         rows = rows[good]
         if not self.tokens:
@@ -308,7 +307,7 @@ def _bits_exact(info: ProfileInfo, held: Sequence[_Joint], groups: Sequence[Grou
     told = (*map(float, bits), 16.0)
     profile = Profile.of(replace(info, bits=told), [groups])
     codec = KltCodec("klt-exact", EXACT, info.head_dim, profile, info.rope)
-    tokens = min(EXACT_TOKENS, len(held[0].held))
+    tokens = min(EXACT_TOKENS, *(len(each.held) for each in held))
     rows = codec.ungrouped([each.held[:: len(each.held) // tokens][:tokens] for each in held])
     positions = np.arange(SINKS, SINKS + tokens)
     if info.rope is not None:

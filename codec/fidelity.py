@@ -79,43 +79,28 @@ class Fidelity:
 
     @classmethod
     def of(
-        cls,
-        codec: str,
-        keys: Floats,
-        values: Floats,
-        kept: tuple[Floats, Floats],
-        positions: Positions,
-        rope: Rope | None,
+        cls, codec: str, keys: Floats, values: Floats, kept: Sequence[Floats], positions: Positions, rope: Rope | None
     ) -> Self:
-        """Measure decoded keys and values.
+        """Measure `kept`, which are `keys` and `values` encoded and decoded.
 
-        Args:
-            codec: name of the codec.
-            keys, values: [layers, heads, tokens, head_dim] as in the cache, keys after RoPE.
-            kept: the same keys and values, encoded and decoded.
-            positions: [tokens], positions in the session.
-            rope: RoPE of the keys, if known.
+        keys, values: [layers, heads, tokens, head_dim] as in the cache, keys after RoPE. positions: [tokens].
         """
         pairs = zip(keys, kept[0], strict=True)
         logits = np.array([_of_layer(of_layer, back, positions, rope) for of_layer, back in pairs], np.float32)
         centred = values - values.mean(axis=2, keepdims=True)
         wrong, differs = kept[1] - values, _differ(centred, values)[..., None, None]
-        value_noise = _energy(wrong * differs) / (_energy(centred * differs) + TINY)
+        over, under = (np.square(x * differs, dtype=np.float64).sum((1, 2, 3)) for x in (wrong, centred))
+        value_noise = over.astype(np.float32) / (under.astype(np.float32) + TINY)
         return cls(codec, keys.shape[2], logits, value_noise)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Block to measure.
+    """Block to measure."""
 
-    arrays: the block's arrays, as in `BlockShape.arrays`.
-    first_token: position of the block's first token in the session.
-    exact: number of exact first tokens.
-    """
-
-    arrays: tuple[Numbers, ...]
-    first_token: int
-    exact: int = 0
+    arrays: tuple[Numbers, ...]  # as in `BlockShape.arrays`
+    first_token: int  # position of the block's first token in the session
+    exact: int = 0  # number of exact first tokens
 
 
 def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -> Fidelity:
@@ -188,8 +173,3 @@ def _of_layer(keys: Floats, back: Floats, positions: Positions, rope: Rope | Non
     wanted, wrong = (queries @ np.swapaxes(x[:, 1::2], 1, 2) for x in (centred, back - keys))
     noise = wrong.var(axis=2).mean() / (wanted.var(axis=2).mean() + TINY) if keys.shape[1] > 1 else 0.0
     return float(noise)
-
-
-def _energy(x: Floats) -> Floats:
-    found: Floats = np.square(x, dtype=np.float64).sum(axis=(1, 2, 3)).astype(np.float32)
-    return found

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import ByteArray, Codec, Numbers, Positions, Section, check_head_dim
-from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, check_finite
+from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers, bf16_bits, check_finite, kernels
 from manthan.codec.errors import NonFiniteError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.rope import Floats
@@ -104,19 +104,17 @@ class K3v3Codec(Codec):
 
 def _encoded(x: Floats) -> tuple[npt.NDArray[np.uint16], ByteArray]:
     """Return scales, bf16 bits [n], and planes [n, BITS, head_dim / 8] of n finite vectors [-1, tokens, head_dim]."""
-    from manthan.codec.cpu import numba_kernels as kernels
-
     constants = rotation(x.shape[2])
     words = np.ascontiguousarray(x).view(np.uint32)
     power = np.clip(254 - ((words & MAGNITUDE).max(axis=2) >> np.uint32(23)).astype(np.int32), 8, 254) - 127
     scaled = words.view(np.float32) * np.ldexp(np.float32(1), power)[:, :, None]
-    y, square = kernels.rotated(scaled, constants.weights, constants.blocks)
+    y, square = kernels().rotated(scaled, constants.weights, constants.blocks)
     rms = (np.sqrt(square) * constants.root)[:, None]
     code = (y < 0).astype(np.uint8) << np.uint8(BITS - 1)
     np.abs(y, out=y)
     for threshold in THRESHOLDS:
         code += y > threshold * rms
-    ratio = square / np.maximum(kernels.products(y, LEVELS[code & 3]), SMALLEST)
+    ratio = square / np.maximum(kernels().products(y, LEVELS[code & 3]), SMALLEST)
     with np.errstate(over="ignore"):
         scales = np.minimum(bf16_bits(ratio * np.ldexp(np.float32(1), -power)), 0x7F7F)
     of_vectors = np.ascontiguousarray(code.transpose(0, 2, 1)).reshape(-1, 1, x.shape[2])
@@ -126,13 +124,11 @@ def _encoded(x: Floats) -> tuple[npt.NDArray[np.uint16], ByteArray]:
 
 def _decoded(scales: Floats, planes: ByteArray) -> Floats:
     """Undo `_encoded`. scales: float32. planes: [-1, tokens, BITS, head_dim / 8]. Returns [-1, tokens, head_dim]."""
-    from manthan.codec.cpu import numba_kernels as kernels
-
     digits = np.unpackbits(planes, axis=3, bitorder="little")
     code = digits[:, :, 0] << np.uint8(2) | digits[:, :, 1] << np.uint8(1) | digits[:, :, 2]
     constants = rotation(digits.shape[3])
     levels = np.take(np.concatenate([LEVELS, -LEVELS]), code)
-    x: Floats = kernels.rotated(levels, np.ones_like(constants.weights), constants.blocks)[0]
+    x: Floats = kernels().rotated(levels, np.ones_like(constants.weights), constants.blocks)[0]
     x *= constants.weights[:, None]
     with np.errstate(over="ignore"):
         x *= scales.reshape(len(x), 1, -1)

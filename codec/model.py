@@ -9,16 +9,11 @@ from manthan.codec.rope import Rope
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of a model, for one KV cache group on one tensor-parallel rank.
+    """Facts of a model, for one KV cache group on one tensor-parallel rank."""
 
-    rope: RoPE of the keys; None without RoPE, or if unknown.
-    profile: result of a calibration, for the group's layers and the rank's heads; None if there is none.
-    state: layout of a block with recurrent states; None for a group without states.
-    """
-
-    rope: Rope | None = None
-    profile: Profile | None = None
-    state: StateLayout | None = None
+    rope: Rope | None = None  # of the keys; None also if unknown
+    profile: Profile | None = None  # of the group's layers and the rank's heads, from a calibration
+    state: StateLayout | None = None  # of a block with recurrent states
 
 
 NO_FACTS = ModelFacts()

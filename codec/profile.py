@@ -93,11 +93,9 @@ class ProfileInfo:
     """Facts about a profile.
 
     model: name or folder of the model.
-    heads: KV heads of all ranks; pieces of a latent.
-    head_dim: numbers of a head, or of a piece.
+    heads, head_dim: KV heads of all ranks and numbers of a head, or pieces of a latent and numbers of a piece.
     rope: RoPE by which keys were turned back, or None.
-    metric: name of the metric of errors.
-    text: sha256 of the calibration text.
+    metric: name of the metric of errors. text: sha256 of the calibration text.
     tokens: number of tokens that the profile was made from, in the layer with the fewest; without those held back.
     latent: count of numbers in a token's latent (MLA); 0 for keys and values.
     bits: mean bits per number at each level, on tokens held out of the calibration.
@@ -126,15 +124,11 @@ class ProfileInfo:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Profile of a model.
-
-    ranks: groups of each tensor-parallel rank.
-    digest: sha256 of the whole profile, also after `for_rank` has cut the profile.
-    """
+    """Profile of a model."""
 
     info: ProfileInfo
-    ranks: tuple[tuple[Group, ...], ...]
-    digest: str
+    ranks: tuple[tuple[Group, ...], ...]  # groups of each tensor-parallel rank
+    digest: str  # sha256 of the whole profile, also after `for_rank` has cut the profile
 
     @classmethod
     def of(cls, info: ProfileInfo, ranks: Sequence[Sequence[Group]]) -> Self:

@@ -21,16 +21,11 @@ STEADY = ("default", "linear", "llama3", "yarn", "proportional")
 
 @dataclass(frozen=True)
 class Rope:
-    """RoPE of a model.
+    """RoPE of a model."""
 
-    frequencies: radians a token, of each pair.
-    scale: factor on turned pairs.
-    interleaved: True if a pair is two neighbours, False if a pair is number i of each half of the 2n numbers.
-    """
-
-    frequencies: tuple[float, ...]
-    scale: float = 1.0
-    interleaved: bool = False
+    frequencies: tuple[float, ...]  # radians a token, of each pair
+    scale: float = 1.0  # factor on turned pairs
+    interleaved: bool = False  # True if a pair is two neighbours, False if it is number i of each half of 2n numbers
 
     @property
     def pairs(self) -> tuple[Any, Any]:
@@ -72,11 +67,8 @@ class Rope:
 
         None for a model without RoPE, for M-RoPE (angles depend on the kind of input), and for a kind not in STEADY.
 
-        Args:
-            config: configuration of the text part of the model.
-            head_dim: count of numbers in a head.
-            layer_type: kind of layer, such as sliding_attention, for a model whose RoPE differs between kinds. Without
-                it the result for such a model is None.
+        config: of the text part of the model. layer_type: kind of layer, such as sliding_attention, for a model whose
+        RoPE differs between kinds; without it the result for such a model is None.
         """
         parameters = getattr(config, "rope_parameters", None) or {}
         of_layers = isinstance(parameters, Mapping) and isinstance(parameters.get(layer_type), Mapping)

@@ -95,10 +95,8 @@ LIMITS: npt.NDArray[np.float64] = DEVIATIONS[:-1] * DEVIATIONS[1:] + 1 / 12
 class WhtPreset:
     """Named pair of factors for the steps of keys and of value vectors.
 
-    Args:
-        name: name in the configuration and in encoded blocks.
-        key_step: step, as a multiple of the standard deviation of a layer's keys.
-        value_step: step, as a multiple of the root mean square of a value vector's numbers.
+    key_step: step, as a multiple of the standard deviation of a layer's keys. value_step: step, as a multiple of the
+    root mean square of a value vector's numbers.
     """
 
     name: str
@@ -148,13 +146,7 @@ class Parts:
 
 
 class WhtCodec(Codec):
-    """`Codec` of a preset, on the CPU.
-
-    Args:
-        preset: name and steps.
-        head_dim: count of numbers in a vector. Raises HeadDimError.
-        rope: RoPE of the model; None to encode keys as they are.
-    """
+    """`Codec` of a preset, on the CPU. rope: of the model; None to encode keys as they are. Raises HeadDimError."""
 
     varies = True
 
@@ -323,12 +315,7 @@ def from_bytes(encoded: ByteArray) -> npt.NDArray[np.uint16]:
 
 
 def table_numbers(squares: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.uint8]:
-    """Return j of each run's table.
-
-    Args:
-        squares: sum of a run's q * q, [runs].
-        n: count of numbers in a run.
-    """
+    """Return j of each run's table. squares: sum of a run's q * q, [runs]. n: count of numbers in a run."""
     return np.searchsorted(LIMITS * n, squares.astype(np.float64), side="right").astype(np.uint8)
 
 

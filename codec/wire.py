@@ -54,22 +54,15 @@ Buffer = bytes | bytearray | memoryview | ByteArray
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """Header and entries of a compressed block.
+    """Header and entries of a compressed block."""
 
-    key: block hash, at most 64 bytes.
-    fingerprint: 16 bytes, a digest of what decides how to decode the block, such as model and codec.
-    group: KV cache group.
-    first_token: position of the block's first token in the session.
-    mark: 0 for KV computed from exact KV alone, 1 if KV of earlier tokens had been decoded.
-    """
-
-    key: bytes
-    fingerprint: bytes
+    key: bytes  # block hash, at most 64 bytes
+    fingerprint: bytes  # 16 bytes, a digest of what decides how to decode the block, such as model and codec
     tokens: int
     sections: tuple[Section, ...]
-    group: int = 0
-    first_token: int = 0
-    mark: int = 0
+    group: int = 0  # KV cache group
+    first_token: int = 0  # position of the block's first token in the session
+    mark: int = 0  # 0 for KV computed from exact KV alone, 1 if KV of earlier tokens had been decoded
 
     @property
     def nbytes(self) -> int:
@@ -77,17 +70,12 @@ class BlockHeader:
 
 
 class EncodedBlock(NamedTuple):
-    """Parsed block.
-
-    payloads: a read-only view of each section's bytes.
-    refinements: a read-only view of the body of each refinement before the first damaged refinement.
-    ignored: number of bytes behind these.
-    """
+    """Parsed block. The arrays are read-only views."""
 
     header: BlockHeader
-    payloads: tuple[ByteArray, ...]
-    refinements: tuple[ByteArray, ...] = ()
-    ignored: int = 0
+    payloads: tuple[ByteArray, ...]  # each section's bytes
+    refinements: tuple[ByteArray, ...] = ()  # bodies of those before the first damaged one
+    ignored: int = 0  # number of bytes behind these
 
 
 class Front(NamedTuple):
@@ -204,10 +192,7 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
 
     Bytes behind the base are read as refinements, up to the first damaged refinement. The rest is ignored.
 
-    Args:
-        buf: the block.
-        key, fingerprint: values to expect in the block, if given.
-        group: KV cache group to expect.
+    key, fingerprint: values to expect in the block; None for any. group: KV cache group to expect.
     """
     data = np.frombuffer(buf, np.uint8)
     data.flags.writeable = False

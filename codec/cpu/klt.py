@@ -87,14 +87,10 @@ PRESETS = {name: KltPreset(name, level) for name, level in LEVELS.items()}
 
 
 class KltCodec(Codec):
-    """Codec on the CPU. Raises HeadDimError; ProfileError for an unfit profile.
+    """Codec of a preset, on the CPU. Raises HeadDimError; ProfileError for an unfit profile.
 
-    Args:
-        name: name of the preset.
-        level: finest level of a newly encoded block.
-        head_dim: count of numbers in a head's keys or values, or in a piece of a latent.
-        profile: profile of the section's layers and the rank's heads.
-        rope: RoPE of the model; must equal the profile's RoPE.
+    head_dim: count of numbers in a head's keys or values, or in a piece of a latent. profile: profile of the section's
+    layers and the rank's heads. rope: RoPE of the model; must equal the profile's RoPE.
     """
 
     varies = True
@@ -260,10 +256,8 @@ class KltCodec(Codec):
     def _near(self, told: Sequence[Any], positions: Positions) -> Any:
         """Predict the exact numbers, in units of 2**-points, [layers, vectors, tokens, head_dim].
 
-        Returns None if a sum may reach 2**53. Smaller sums of whole numbers are exact in float64, in any order.
-
-        Args:
-            told: decoded components at the finest lossy level, see `places`.
+        Returns None if a sum may reach 2**53. Smaller sums of whole numbers are exact in float64, in any order. told:
+        decoded components at the finest lossy level, see `places`.
         """
         rows = []
         for of, (matrix, mean, most) in zip(told, self._wholes, strict=True):
@@ -336,9 +330,7 @@ def _is_coded(dtype: Dtype) -> bool:
 def _bf16_rows(bits: Any, arguments: Sequence[tuple[Any, ...]]) -> ByteArray | None:
     """Return each layer's row of bf16 numbers; None if a number is too far from its prediction.
 
-    Args:
-        bits: [layers, vectors, tokens, head_dim].
-        arguments: see `KltCodec._arguments`.
+    bits: [layers, vectors, tokens, head_dim]. arguments: see `KltCodec._arguments`.
     """
     made = []
     for of, given in zip(bits, arguments, strict=True):
@@ -411,9 +403,7 @@ def shifts_of(group: Group, x: Floats) -> Whole:
 def finest(y: Any, shifts: Whole) -> Any:
     """Return the finest lossy level's numbers, int16 [C, tokens]; None if a number takes more than 16 bits.
 
-    Args:
-        y: components [tokens, C].
-        shifts: j + k, [tokens].
+    y: components [tokens, C]. shifts: j + k, [tokens].
     """
     q = np.rint(y * (256 / SCALES[shifts - LEAST_J]).astype(np.float32)[:, None])
     return np.ascontiguousarray(q.T.astype(np.int16)) if (np.abs(q) <= FURTHEST).all() else None

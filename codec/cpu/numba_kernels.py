@@ -485,9 +485,7 @@ def places(q: Array, tables: Array, shifts: Array, fine: int, centres: Array, sc
 def product(y: Array, halves: Array, scale: Array, mean: Array, out: Array) -> None:
     """Fill (y.T @ transform) * scale + mean, [tokens, C]. Components that are 0 for all tokens are skipped.
 
-    Args:
-        y: components, [C, tokens].
-        halves: the transform [C, C], as bits of float16.
+    y: components, [C, tokens]. halves: the transform [C, C], as bits of float16.
     """
     size, tokens = y.shape
     used = [row for row in range(size) if (y[row] != 0).any()]
@@ -548,9 +546,7 @@ EXACT = _in(int64, 3), _in(int64, 2), _in(int64, 2), _in(int64, 1), _in(uint32, 
 def write_exact(
     bits: Array, near: Array, errors: Array, shifts: Array, points: Array, cells: Array, states: Array, words: Array
 ) -> int:
-    """Write bf16 numbers into states and the end of words.
-
-    Returns the index of the first word, or -1 if a number is too far from its lossy number.
+    """Write bf16 numbers into states and the end of words. Returns the first word's index; -1 for a number too far off.
 
     Args:
         bits: the numbers, [vectors, tokens, head_dim].

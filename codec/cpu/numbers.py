@@ -23,16 +23,11 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Fp8:
-    """Format of 8-bit floats.
+    """Format of 8-bit floats."""
 
-    mantissa: number of fraction bits.
-    least: exponent of the smallest normal number, biased as in float32.
-    largest: largest finite number.
-    """
-
-    mantissa: int
-    least: int
-    largest: float
+    mantissa: int  # number of fraction bits
+    least: int  # exponent of the smallest normal number, biased as in float32
+    largest: float  # largest finite number
 
 
 FORMS = {Dtype.FLOAT8_E4M3: Fp8(3, 127 - 6, 448.0), Dtype.FLOAT8_E5M2: Fp8(2, 127 - 14, 57344.0)}
@@ -48,9 +43,7 @@ def kernels() -> Any:
 def as_floats(x: Numbers, dtype: Dtype = Dtype.BFLOAT16) -> Floats:
     """Return the numbers as float32. The conversion is exact.
 
-    Args:
-        x: numbers of any shape; uint16 holds bf16's bits.
-        dtype: dtype of the numbers. Only fp8 needs it, because uint8 does not tell which fp8 format.
+    dtype: of the numbers. Only fp8 needs it, because uint8 does not tell which fp8 format.
     """
     if dtype.is_fp8:
         return np.take(table(dtype), x)
@@ -138,10 +131,7 @@ def fp8_steps(code: Numbers, dtype: Dtype) -> npt.NDArray[np.int64]:
 class Fp8Codec(Codec):
     """Codec of fp8 sections: another codec encodes their numbers, as float32 unless it takes fp8.
 
-    Args:
-        codec: codec of the float32 numbers.
-        scales: float32 that broadcast to a section's shape. `codec` encodes the numbers times their scales. If None,
-            `codec` encodes the numbers without scales.
+    scales: float32 that broadcast to a section's shape. `codec` encodes the numbers times their scales, if any.
     """
 
     def __init__(self, codec: Codec, scales: Floats | None = None) -> None:
@@ -182,9 +172,4 @@ class Fp8Codec(Codec):
         return as_numbers(made, section.dtype) if self._as_floats else made
 
     def _inner(self, section: Section) -> Section:
-        return _wide(section) if self._as_floats else section
-
-
-@lru_cache
-def _wide(section: Section) -> Section:
-    return replace(section, dtype=Dtype.FLOAT32)
+        return replace(section, dtype=Dtype.FLOAT32) if self._as_floats else section

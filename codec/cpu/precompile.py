@@ -17,12 +17,7 @@ HEAD_DIM, TOKENS = 64, 256
 
 
 def main(dtype: str, codecs: Sequence[str]) -> None:
-    """Compile the CPU kernels of some codecs. The kernels are the same for all shapes and profiles.
-
-    Args:
-        dtype: name of the KV cache's dtype in `Dtype`.
-        codecs: names of the codecs.
-    """
+    """Compile the CPU kernels of codecs, by name. They are the same for all shapes and profiles. dtype: in `Dtype`."""
     shape = BlockShape(layers=1, heads=1, tokens=16, head_dim=HEAD_DIM, dtype=Dtype[dtype])
     for codec in codecs:
         facts = _facts() if needs_profile(codec) else NO_FACTS

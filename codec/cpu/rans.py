@@ -106,10 +106,7 @@ class Coder:
     def write(self, numbers: Integers, rows_of: Callable[[int], Rows], out: ByteArray) -> tuple[int, int]:
         """Write whole numbers into the first bytes of `out`, with the fewest doublings of the steps that fit.
 
-        Args:
-            numbers: numbers of all rows, row by row.
-            rows_of: returns the layout of the rows for a number of doublings.
-            out: uint8. Its size bounds the written bytes.
+        numbers: of all rows, row by row. rows_of: returns the layout of the rows for a number of doublings.
 
         Returns: the number of doublings, and the number of written bytes.
         """

@@ -29,15 +29,10 @@ LEVELS = 127
 
 @dataclass(frozen=True)
 class StatePart:
-    """Part of a layer's state: the matrices, or the inputs of the convolution.
+    """Part of a layer's state: the matrices, or the inputs of the convolution."""
 
-    nbytes: bytes of the part in a single layer.
-    row: count of numbers in a matrix's row, the last dimension; 0 for a part that is kept exact.
-    dtype: dtype of the numbers.
-    """
-
-    nbytes: int
-    row: int = 0
+    nbytes: int  # in a single layer
+    row: int = 0  # count of numbers in a matrix's row, the last dimension; 0 for a part that is kept exact
     dtype: Dtype = Dtype.UINT8
 
 
@@ -51,12 +46,7 @@ class StateLayout:
 
 
 class StateCodec(Codec):
-    """Codec of states. All methods raise ShapeError for a section of a different layout.
-
-    Args:
-        name: a value of STATE_CODECS.
-        layout: layout of a section's bytes.
-    """
+    """Codec of states, named in STATE_CODECS. All methods raise ShapeError for a section of a different layout."""
 
     def __init__(self, name: str, layout: StateLayout) -> None:
         self.name, self.layout, self.is_int8 = name, layout, name == STATE_CODECS["int8"]

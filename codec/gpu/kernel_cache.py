@@ -14,7 +14,6 @@ from pathlib import Path
 logger = logging.getLogger("vllm.manthan")
 
 DIGEST = hashlib.sha256
-DIGEST_BYTES = 32
 
 
 def cache_folder() -> Path:
@@ -45,7 +44,12 @@ class KernelCache:
             self._write(path, made)
         except OSError as error:
             if not self._unwritten:
-                self._warn(error)
+                logger.warning(
+                    "Manthan: compiled kernels are not kept in %s: %s; they are compiled again at each start. "
+                    "Make the folder writable, or set VLLM_CACHE_ROOT to another folder.",
+                    self._folder,
+                    error.strerror or error,
+                )
             self._unwritten[path] = made
         return made
 
@@ -55,7 +59,7 @@ class KernelCache:
             content = path.read_bytes()
         except OSError:
             return None
-        digest, kept = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+        digest, kept = content[:32], content[32:]
         return kept if DIGEST(kept).digest() == digest else None
 
     def _write(self, path: Path, made: bytes) -> None:
@@ -69,11 +73,3 @@ class KernelCache:
         except BaseException:
             os.unlink(name)
             raise
-
-    def _warn(self, error: OSError) -> None:
-        logger.warning(
-            "Manthan: compiled kernels are not kept in %s: %s; they are compiled again at each start. "
-            "Make the folder writable, or set VLLM_CACHE_ROOT to another folder.",
-            self._folder,
-            error.strerror or error,
-        )

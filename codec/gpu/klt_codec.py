@@ -21,16 +21,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat
 from manthan.codec.cpu.klt import EXACT, MOST_K, PRESETS, streams_of
 from manthan.codec.cpu.rans import VERSION
 from manthan.codec.errors import ProfileError
-from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, scales_of, sources
-from manthan.codec.gpu.nvrtc import ALONE, Module
-from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
+from manthan.codec.gpu.cuda_codec import ALL, CudaCodec, Lossy, fields
+from manthan.codec.gpu.nvrtc import ALONE
+from manthan.codec.gpu.paged import Batch, Form, PagedLayout
 from manthan.codec.profile import Group, Profile
-from manthan.codec.rope import Rope
 from manthan.codec.tables import levels
 from manthan.codec.tables.frequencies import SCALE
 
@@ -49,75 +47,23 @@ BUCKETS = 128
 A table for decoding has the index of the symbol at each range's first slot.
 """
 ROW_THREADS = 1024
-ALL = slice(None)
 Bytes = npt.NDArray[np.uint8]
-SOURCES = (
-    "common.cu",
-    "exact.cu",
-    "seal.cu",
-    "parts.cu",
-    "coder.cu",
-    "quads.cu",
-    "embedded.cu",
-)
+SOURCES = "common.cu", "exact.cu", "seal.cu", "coder.cu", "parts.cu", "quads.cu", "embedded.cu"
 
 
-class LeveledSections(ctypes.Structure):
+class LeveledSections(Lossy):
     """`struct LeveledSections` of parts.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "offsets", "buffer", "headers", "status")),
-        *((name, ctypes.c_uint64) for name in ("nbytes", "ends", "turns", "groups", "vectors", "mean", "gain")),
-        *((name, ctypes.c_uint64) for name in ("weigher", "offset", "table_of", "tables")),
-        *((name, ctypes.c_uint64) for name in ("rows", "products", "numbers", "shifts", "steps")),
-        *((name, ctypes.c_uint64) for name in ("levels", "words", "states", "sizes")),
-        ("block_stride", ctypes.c_int64),
-        ("at", ctypes.c_int64 * 2),
-        ("head_stride", ctypes.c_int32),
-        ("token_stride", ctypes.c_int32),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("tables_nbytes", "likely_at", "rest_at", "head_nbytes", "start", "limit", "kept_at")
-        ),
-        *((name, ctypes.c_int32) for name in ("n", "all", "groups_count", "components", "streams")),
-        *((name, ctypes.c_int32) for name in ("tokens", "first_token", "block_tokens", "layers")),
-        *((name, ctypes.c_int32) for name in ("first_group", "some", "width", "kept_stride")),
-        ("rope_scale", ctypes.c_float),
+        *fields(ctypes.c_uint64, "ends groups vectors mean gain weigher offset table_of tables rows products numbers"),
+        *fields(ctypes.c_uint64, "shifts steps levels words states sizes"),
+        *fields(ctypes.c_int64, "tables_nbytes likely_at rest_at limit"),
+        *fields(ctypes.c_int32, "all groups_count components streams first_group some width"),
     )
 
-    @classmethod
-    def plan(cls, paged: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope, all_levels: int) -> Self:
-        """Return arguments for the section of lossy tokens, without a batch.
-
-        caches: result of `addresses`. all_levels: number of parts that `encode` writes, the base counted.
-        """
-        layout = paged.coded
-        return cls(
-            caches=caches.data_ptr(),
-            block_stride=layout.block_stride,
-            at=tuple(at + exact * layout.token_stride for at in layout.ats),
-            head_stride=layout.head_stride,
-            token_stride=layout.token_stride,
-            head_nbytes=form.header.nbytes,
-            start=form.starts[-1],
-            limit=form.sizes[-1],
-            all=all_levels,
-            layers=len(layout.caches),
-            tokens=layout.tokens - exact,
-            first_token=exact,
-            block_tokens=layout.tokens,
-            rope_scale=rope.scale,
-            **scales_of(paged, form),
-        )
-
     def of(self, batch: Batch, buffer: Tensor, some: slice = ALL) -> Self:
-        """Return a copy of the arguments for blocks `some` of a batch."""
-        job = type(self).from_buffer_copy(self)
-        job.block_ids, job.offsets = batch.block_ids[some].data_ptr(), batch.offsets[some].data_ptr()
-        job.headers, job.turns = batch.headers[some].data_ptr(), batch.turns[some].data_ptr()
-        job.status, job.nbytes = batch.status[some].data_ptr(), batch.nbytes[some].data_ptr()
+        job = super().of(batch, buffer, some)
         job.ends, job.levels = batch.ends[some].data_ptr(), batch.levels[some].data_ptr()
-        job.buffer, job.n = buffer.data_ptr(), len(batch.block_ids[some])
         return job
 
 
@@ -148,15 +94,13 @@ class Model(NamedTuple):
 
         kinds: 2 for keys and values, 1 for latents. Raises ProfileError for a singular transform.
         """
-        vectors = []
-        for group in groups:
-            first, layers, head, heads = group.place
-            vectors += [
-                layer << 16 | kind << 15 | each
-                for layer in range(first, first + layers)
-                for kind in range(kinds)
-                for each in range(head, head + heads)
-            ]
+        vectors = [
+            layer << 16 | kind << 15 | each
+            for first, layers, head, heads in (group.place for group in groups)
+            for layer in range(first, first + layers)
+            for kind in range(kinds)
+            for each in range(head, head + heads)
+        ]
         sizes = [group.mean.size for group in groups]
         weighers = [np.split(group.weigher, [group.mean.size, len(group.weigher) - 1]) for group in groups]
         gains_back, forward, inverse = [], list[Tensor](), list[Tensor]()
@@ -166,13 +110,15 @@ class Model(NamedTuple):
             gains_back.append(largest)
             inverse.append((there / largest).half())
             forward.append(torch.from_numpy(group.deviations[:, None] * group.forward).half())
+        tables = np.concatenate([group.tables for group in groups]).astype(np.int16)
+        widths = tables % np.int16(len(levels.WIDTHS))
         flat = {
             "vectors": np.array(vectors, np.uint32).view(np.int32),
             "mean": np.concatenate([group.mean for group in groups]),
             "gain": 1 / np.concatenate([group.deviations for group in groups]),
             "weigher": np.concatenate([weigher[part] for part in range(3) for weigher in weighers]),
             "offset": np.concatenate([(group.mean - group.center) / group.deviations for group in groups]),
-            "table_of": _by_width(np.concatenate([group.tables for group in groups])),
+            "table_of": tables - widths | widths << np.int16(8),  # first table of the same shape, and the width
         }
         arrays = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in flat.items()}
         starts = [n for n in range(len(sizes)) if not n or sizes[n] != sizes[n - 1]]
@@ -188,13 +134,9 @@ class Model(NamedTuple):
 
     def with_tokens(self, tokens: int) -> Self:
         """Return a copy for sections of `tokens` tokens, with `groups` filled. All other tensors are shared."""
-        at = ahead = 0
-        told = []
-        for size in self.sizes:
-            streams = streams_of(size * tokens)
-            told.append((at, size, streams, ahead))
-            at, ahead = at + size, ahead + streams
-        return self._replace(groups=torch.tensor(told, dtype=torch.int32, device=self.vectors.device))
+        streams = [streams_of(size * tokens) for size in self.sizes]
+        told = zip(np.cumsum([0, *self.sizes]), self.sizes, streams, np.cumsum([0, *streams]), strict=False)
+        return self._replace(groups=torch.tensor(list(told), dtype=torch.int32, device=self.vectors.device))
 
 
 def device_nbytes(profile: Profile) -> int:
@@ -217,26 +159,10 @@ class Tables(NamedTuple):
     @classmethod
     def of(cls, base: Bytes, rest: Any, device: torch.device) -> Self:
         """Return the tables `base`, the refinements' tables, which this computes, and `rest`."""
-        sums = np.cumsum(levels.parts(), axis=3, dtype=np.uint32)
-        likely = np.ascontiguousarray(sums[..., 0] | sums[..., 1] << np.uint32(16))
-        parts = [_padded(part) for part in (base, likely, rest)]
+        parts = [np.ascontiguousarray(part).view(np.uint8).ravel() for part in (base, levels.edges(), rest)]
+        parts = [np.pad(part, (0, -part.size % 16)) for part in parts]
         there = torch.from_numpy(np.concatenate(parts)).to(device)
         return cls(there, parts[0].size, parts[0].size + parts[1].size)
-
-
-def _by_width(tables: Bytes) -> npt.NDArray[np.int16]:
-    """Return each table's index in two bytes, for a distribution's shape and its width.
-
-    The low byte is the index of the first table with the same shape, the high byte the index of the width.
-    """
-    width = tables % len(levels.WIDTHS)
-    return (tables - width).astype(np.int16) | width.astype(np.int16) << np.int16(8)
-
-
-def _padded(array: Any) -> Bytes:
-    """Return the bytes of an array, with zeros up to a multiple of 16."""
-    found = np.ascontiguousarray(array).view(np.uint8).ravel()
-    return np.pad(found, (0, -found.size % 16))
 
 
 @lru_cache
@@ -267,78 +193,56 @@ def decoding_tables(device: torch.device) -> Tables:
     return Tables.of(np.concatenate([np.array(at[:-1], np.uint32).view(np.uint8), *made]), levels.centres(), device)
 
 
-class Plan(NamedTuple):
-    """Arguments of the kernels for blocks with an equal number of exact tokens.
-
-    exact: a job for each exact section. sections, model: for the lossy section, None if all tokens are exact.
-    seal: job of header and checksum if all tokens are exact, else unused.
-    """
-
-    exact: list[Job]
-    sections: LeveledSections | None
-    seal: Job
-    model: Model | None
-
-
-class KltPagedCodec(PagedCodec):
+class KltPagedCodec(CudaCodec[tuple[LeveledSections, Model]]):
     """`PagedCodec` for calibrated codecs, on one CUDA device of compute capability 8.0 or newer.
 
-    Encodes keys and values, or latents. Raises CompileError, ProfileError.
-    """
+    A block's status becomes 0 if it has infinities, NaNs, or numbers too far from the profile's mean. These exceed fp16
+    when divided by the profile's deviations, or make the block too large even with the largest steps.
 
-    layout: PagedLayout
+    Raises CompileError, ProfileError.
+    """
 
     def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
         profile = format.facts.profile
         if not isinstance(profile, Profile) or not profile.groups:
             raise ProfileError(f"codec {format.codec} needs a profile of the model: run `manthan calibrate MODEL`.")
-        super().__init__(layout, format, profile.info.rope)
         self._level = PRESETS[format.codec].level
         if self._level == EXACT:
             raise ProfileError(f"codec {format.codec} has no GPU version: its last refinement is for the CPU only.")
-        self._coded, self._rope, self._profile = layout.coded, profile.info.rope or Rope(()), profile
-        self._addresses = addresses(layout)
+        macros: dict[str, object] = {"BUCKETS": BUCKETS, "SECTION_VERSION": VERSION, "MOST_K": MOST_K, "LEVELS": LEVELS}
+        macros |= {
+            "TABLES": TABLES,
+            "FINE": levels.FINE,
+            "WIDTHS": len(levels.WIDTHS),
+            "NUMBERS_A_WORD": NUMBERS_A_WORD,
+        }
+        super().__init__(layout, format, profile.info.rope, SOURCES, macros)
+        self._profile = profile
         self._encoding, self._decoding = encoding_tables(self.device), decoding_tables(self.device)
-        self._plans: dict[int, Plan] = {}
-        shape, pairs = (self._coded.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
-        scales = layout.scales.nbytes if layout.scales else 0
-        self._kernels = _module(*shape, self.device, is_aligned(layout), *pairs, scales)
 
-    def encode(self, batch: Batch, buffer: Tensor) -> None:
-        """Encode. A block's status becomes 0 if it has infinities, NaNs, or numbers too far from the profile's mean.
+    def _lossy(self, form: Form, exact: int) -> tuple[LeveledSections, Model]:
+        model = self._model.with_tokens(self.layout.tokens - exact)
+        job = LeveledSections.lossy(self.layout, self._addresses, form, exact, self._rope, form.starts[-1])
+        job.limit, job.all, job.groups_count = form.sizes[-1], self._level + 1, len(model.sizes)
+        job.components, job.streams = sum(model.sizes), int(model.groups[:, 2].sum())
+        for name in ("groups", "vectors", "mean", "weigher", "offset", "table_of"):
+            setattr(job, name, getattr(model, name).data_ptr())
+        return job, model
 
-        Too far are numbers that exceed fp16 when divided by the profile's deviations, or that make the block too large
-        even with the largest steps.
-        """
-        plan = self._plan(batch.exact)
-        batch.status.fill_(GOOD)
-        for kept in plan.exact:
-            self._launch_exact("encode_exact", kept, batch, buffer)
-        if plan.model is None:
-            self._launch_one("seal", plan.seal, batch, buffer)
-            return
+    def _encode_lossy(self, lossy: tuple[LeveledSections, Model], batch: Batch, buffer: Tensor) -> None:
         with torch.inference_mode():
-            for job in self._jobs(plan, batch, buffer, ENCODING):
-                self._encode(job, plan.model)
+            for job in self._jobs(lossy[0], batch, buffer, ENCODING):
+                self._encode(job, lossy[1])
 
-    def verify(self, batch: Batch, buffer: Tensor) -> None:
-        plan = self._plan(batch.exact)
-        if plan.sections is None:
-            self._launch_one("verify", plan.seal, batch, buffer)
-            return
-        job = plan.sections.of(batch, buffer)
+    def _verify_lossy(self, lossy: tuple[LeveledSections, Model], batch: Batch, buffer: Tensor) -> None:
+        job = lossy[0].of(batch, buffer)
         self._launch("find_parts", job, ALONE)
         self._launch("verify_parts", job, LEVELS * ALONE)
 
-    def decode(self, batch: Batch, buffer: Tensor) -> None:
-        """Decode. A good block's status becomes 0 if its bytes cannot be decoded."""
-        plan = self._plan(batch.exact)
-        if plan.model is not None:
-            with torch.inference_mode():
-                for job in self._jobs(plan, batch, buffer, DECODING):
-                    self._decode(job, plan.model)
-        for kept in plan.exact:
-            self._launch_exact("decode_exact", kept, batch, buffer)
+    def _decode_lossy(self, lossy: tuple[LeveledSections, Model], batch: Batch, buffer: Tensor) -> None:
+        with torch.inference_mode():
+            for job in self._jobs(lossy[0], batch, buffer, DECODING):
+                self._decode(job, lossy[1])
 
     def _encode(self, job: LeveledSections, model: Model) -> None:
         numbers, _ = kept = self._books(job)
@@ -406,14 +310,13 @@ class KltPagedCodec(PagedCodec):
                 yield len(some), some, part
             first += len(run)
 
-    def _jobs(self, plan: Plan, batch: Batch, buffer: Tensor, each: int) -> Iterator[LeveledSections]:
+    def _jobs(self, lossy: LeveledSections, batch: Batch, buffer: Tensor, each: int) -> Iterator[LeveledSections]:
         """Yield jobs for runs of about equal length, bounded by SCRATCH_BYTES. each: temporary bytes of a number."""
-        assert plan.sections is not None
-        numbers = plan.sections.components * plan.sections.tokens
+        numbers = lossy.components * lossy.tokens
         n, most = len(batch.block_ids), max(1, SCRATCH_BYTES // (numbers * each))
         runs = -(-n // most)
         for run in range(runs):
-            yield plan.sections.of(batch, buffer, slice(run * n // runs, (run + 1) * n // runs))
+            yield lossy.of(batch, buffer, slice(run * n // runs, (run + 1) * n // runs))
 
     def _launch(self, name: str, job: LeveledSections, warps: int) -> None:
         """Launch a kernel. warps: maximum number of warps for one KV block of the batch."""
@@ -430,46 +333,6 @@ class KltPagedCodec(PagedCodec):
         warps = job.n * job.groups_count * (ROW_THREADS // 32)
         self._kernels.launch(name, job, warps, threads=ROW_THREADS, shared=tables.there.nbytes)
 
-    def _launch_exact(self, name: str, job: Job, batch: Batch, buffer: Tensor) -> None:
-        of_batch = job.of(batch, buffer)
-        self._kernels.launch(name, of_batch, of_batch.n * of_batch.kinds * of_batch.layers * of_batch.heads)
-
-    def _launch_one(self, name: str, job: Job, batch: Batch, buffer: Tensor) -> None:
-        """Launch a kernel with a block of threads for each encoded block."""
-        of_batch = job.of(batch, buffer)
-        of_batch.sizes = batch.nbytes.data_ptr()
-        self._kernels.launch(name, of_batch, of_batch.n * ALONE)
-
     @cached_property
     def _model(self) -> Model:
         return Model.of(self._profile.groups, len(self._coded.ats), self.device)
-
-    def _plan(self, exact: int) -> Plan:
-        if exact not in self._plans:
-            layout, form = self.layout, self.form(exact)
-            kept = exact_jobs(layout, self._addresses, form, exact)
-            if exact == layout.tokens:
-                self._plans[exact] = Plan(kept, None, kept[-1], None)
-            else:
-                model = self._model.with_tokens(layout.tokens - exact)
-                sections = LeveledSections.plan(layout, self._addresses, form, exact, self._rope, self._level + 1)
-                sections.groups_count, sections.components = len(model.sizes), sum(model.sizes)
-                sections.streams = int(model.groups[:, 2].sum())
-                for name in ("groups", "vectors", "mean", "weigher", "offset", "table_of"):
-                    setattr(sections, name, getattr(model, name).data_ptr())
-                self._plans[exact] = Plan(kept, sections, Job(), model)
-        return self._plans[exact]
-
-
-@lru_cache
-def _module(
-    head_dim: int, dtype: Dtype, device: torch.device, aligned: bool, pairs: int, interleaved: bool, scales: int
-) -> Module:
-    """Return the kernels for vectors of `head_dim` numbers of `dtype`; see `cuda_codec.constants`.
-
-    pairs, interleaved: number and order of RoPE's pairs. scales: bytes of one scale of a latent, 0 without scales.
-    """
-    macros = {"PAIRS": pairs, "INTERLEAVED": int(interleaved), "BUCKETS": BUCKETS, "SCALES": scales}
-    macros |= {"SECTION_VERSION": VERSION, "MOST_K": MOST_K, "LEVELS": LEVELS, "TABLES": TABLES, "FINE": levels.FINE}
-    macros |= {"WIDTHS": len(levels.WIDTHS), "NUMBERS_A_WORD": NUMBERS_A_WORD}
-    return Module(f"{constants(head_dim, dtype, aligned, macros)}\n{sources(SOURCES)}", device)

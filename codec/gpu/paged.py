@@ -4,11 +4,12 @@ A codec reads and writes the paged tensors of all layers directly. Encoded block
 header with checksum, sections (each some of a block's numbers in a codec), and refinements if the codec has any.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,6 @@ from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape, Scales
 from manthan.codec.cpu.exact import EXACT
 from manthan.codec.errors import ShapeError
-from manthan.codec.gpu.turns import Turns
 from manthan.codec.rope import Rope
 from manthan.codec.wire import MARK_AT, BlockHeader, block_nbytes, field_cause, heads, starts
 
@@ -31,27 +31,12 @@ BAD_HEADER = -2
 """Status of an unexpected header: BAD_HEADER minus the offset of the first unexpected byte."""
 
 DTYPES = {torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16, torch.float32: Dtype.FLOAT32}
-
 FP8 = {Dtype.FLOAT8_E4M3: torch.float8_e4m3fn, Dtype.FLOAT8_E5M2: torch.float8_e5m2}
-
 Numbers: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 
+KEPT_BYTES = 2**26
+"""Most bytes of tables of cosines and sines kept. Tables of a session's later blocks are computed at each call."""
 UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-
-
-class Layout(Protocol):
-    """Layout of a paged cache's blocks, layer by layer, on a device."""
-
-    @property
-    def caches(self) -> tuple[torch.Tensor, ...]: ...
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of a block."""
-
-    @property
-    def shape(self) -> BlockShape:
-        """Shape of the blocks."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +191,52 @@ class Batch(NamedTuple):
     levels: torch.Tensor
 
 
+class Turns:
+    """Cosines and sines of RoPE for blocks of `tokens` tokens, kept in RAM. Safe to use from several threads.
+
+    They are computed by numpy on the CPU, so that encoded blocks are equal on every device. rope: None for a codec
+    without RoPE: the tables then have no pairs. pinned: True for pinned memory, from which copies are asynchronous.
+    """
+
+    def __init__(self, rope: Rope | None, tokens: int, *, pinned: bool) -> None:
+        self._rope, self._tokens, self._pinned = rope or Rope(()), tokens, pinned
+        self._shape = (2, tokens, len(self._rope.frequencies))
+        self._most = KEPT_BYTES // max(1024, 4 * int(np.prod(self._shape)))
+        self._kept = torch.empty((0, *self._shape))
+        self._growing = threading.Lock()
+
+    def of(self, first_tokens: Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return cosines, then sines, float32 [blocks, 2, tokens, pairs]. Do not write to the tensor: it may be shared.
+
+        first_tokens: position of each block's first token.
+        """
+        places = np.array(first_tokens, np.int64)
+        rows, inside = np.divmod(places, self._tokens)
+        if not len(rows) or inside.any() or rows.max() >= self._most:
+            return self._in_place(self._reckoned(places))
+        kept = self._upto(int(rows.max()) + 1)
+        if (np.diff(rows) == 1).all():  # consecutive blocks, as in a session: a view, no copy
+            return kept[int(rows[0]) : int(rows[-1]) + 1]
+        return self._in_place(kept[torch.from_numpy(rows)])
+
+    def _upto(self, blocks: int) -> torch.Tensor:
+        """Return the tables of at least a session's first `blocks` blocks, [blocks or more, 2, tokens, pairs]."""
+        with self._growing:
+            there = len(self._kept)
+            if there < blocks:
+                more = self._tokens * np.arange(there, min(max(blocks, 2 * there), self._most))
+                self._kept = self._in_place(torch.cat([self._kept, self._reckoned(more)]))
+            return self._kept
+
+    def _reckoned(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
+        positions = (places[:, None] + np.arange(self._tokens)).ravel()
+        tables = [table.reshape(len(places), *self._shape[1:]) for table in self._rope.tables(positions)]
+        return torch.from_numpy(np.stack(tables, axis=1))
+
+    def _in_place(self, made: torch.Tensor) -> torch.Tensor:
+        return made.pin_memory() if self._pinned and made.numel() else made
+
+
 class PagedCodec(ABC):
     """Encodes and decodes blocks of a paged cache, on the current CUDA stream, without waiting for the device.
 
@@ -213,10 +244,10 @@ class PagedCodec(ABC):
     that the codec undoes, or None. Raises ShapeError if `layout` and `format` have different shapes.
     """
 
-    def __init__(self, layout: Layout, format: BlockFormat, rope: Rope | None = None) -> None:
+    def __init__(self, layout: PagedLayout | RawLayout, format: BlockFormat, rope: Rope | None = None) -> None:
         if layout.shape != format.shape:
             raise ShapeError(f"the format is of {format.shape}: the paged cache has {layout.shape}.")
-        self.layout: Layout = layout
+        self.layout: PagedLayout | RawLayout = layout
         self.format = format
         self.device = layout.caches[0].device
         self._forms: dict[int, Form] = {}

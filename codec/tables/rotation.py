@@ -38,16 +38,11 @@ def block_sizes(head_dim: int) -> tuple[int, ...]:
 
 
 class Rotation(NamedTuple):
-    """Constants of a head size. To rotate, multiply by the weights, then transform each block. To rotate back, reverse.
+    """Constants of a head size. To rotate, multiply by the weights, then transform each block; back in reverse."""
 
-    weights: sign of each element divided by the square root of the element's block size, [head_dim].
-    blocks: see `block_sizes`.
-    root: 1 / sqrt(head_dim).
-    """
-
-    weights: npt.NDArray[np.float32]
-    blocks: npt.NDArray[np.int64]
-    root: np.float32
+    weights: npt.NDArray[np.float32]  # [head_dim], each element's sign over the square root of its block's size
+    blocks: npt.NDArray[np.int64]  # see `block_sizes`
+    root: np.float32  # 1 / sqrt(head_dim)
 
 
 @lru_cache

@@ -12,7 +12,7 @@ from scaled_latents import V4, V32
 
 from manthan.codec.base import Dtype
 from manthan.codec.block import Scales
-from manthan.codec.gpu import states
+from manthan.codec.gpu import raw
 from manthan.codec.gpu.cuda_codec import addresses, exact_jobs, is_aligned, scales_of
 from manthan.codec.gpu.paged import Batch
 from manthan.codec.gpu.raw import RawPagedCodec
@@ -23,7 +23,7 @@ from manthan.codec.gpu.raw import RawPagedCodec
 @pytest.mark.parametrize("option", ["bf16", "int8", "exact"])
 def test_states(option: str, number: Dtype, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding comes back as zeros; rows of zeros, and the smallest numbers, are among them."""
-    monkeypatch.setattr(states, "BYTES_AT_ONCE", at_once)
+    monkeypatch.setattr(raw, "STATE_BYTES_AT_ONCE", at_once)
     world = device_blocks.states(raw_codec, option, number)
     rows = world.bits[:, IDS[1], device_blocks.CONV :]
     rows[0, : 16 * 40] = 0

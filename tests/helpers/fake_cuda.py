@@ -193,8 +193,9 @@ class Seals:
 
         offsets, head = at(job.offsets, 8 * job.n).view(np.int64), job.head_nbytes
         headers = at(job.headers, head * job.n).reshape(job.n, head)
+        nbytes = at(job.nbytes, 8 * job.n).view(np.int64)
         for i, offset in enumerate(offsets.tolist()):
-            block = at(job.buffer + offset, job.nbytes)
+            block = at(job.buffer + offset, int(nbytes[i]))
             if name == "seal":
                 block[:head] = headers[i]
                 wire.seal(block)

@@ -1,3 +1,47 @@
+// Entropy-coded sections: what the kernels of codecs wht and klt share.
+
+struct Lossy : Blocks {   // sections of lossy tokens
+    const float* turns;   // [n, 2, block_tokens, PAIRS] cosines, then sines
+    i64 start, kept_at;   // start: offset of the first lossy section in an encoded block; kept_at: of latents' scales
+    int first_token, block_tokens;
+    int kept_stride;      // bytes from a token's scales to the next token's
+    float rope_scale;
+};
+
+#define START_NBYTES 4
+#define LOWEST 65536u
+#define ENTRY_AT(entry) (128 + 64 * (entry) + 24)  // offset of a section's length in the header
+#define NBYTES_AT 32                               // offset of the base's length in the header
+
+__device__ __forceinline__ i64 align16(i64 nbytes) { return (nbytes + 15) & ~(i64)15; }
+__device__ __forceinline__ const float* cosines_of(const Lossy& job, int block) {
+    return job.turns + ((i64)block * 2 * job.block_tokens + job.first_token) * PAIRS;
+}
+
+// Scale of a latent's piece, from the exact bytes of the encoded block (manthan.codec.block.Scales); 1 without scales.
+__device__ __forceinline__ float scale_of(const Lossy& job, int block, int layer, int piece, int t) {
+#if SCALES
+    const u8* at = job.buffer + job.offsets[block] + job.kept_at + piece * SCALES;
+    at += ((i64)layer * job.block_tokens + job.first_token + t) * job.kept_stride;
+    const float scale = SCALES == 4 ? *(const float*)at : f((u32)*at << 23);
+    return scale > 0.f ? scale : 1.f;
+#else
+    return 1.f;
+#endif
+}
+
+// Copy words. Stores are aligned pairs of words; a pair is loaded as two words if the source is not aligned.
+__device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, int lane) {
+    const u32 lead = min((u32)((u64)to / 2 % 2), size), pairs = (size - lead) / 2;
+    if (lane < lead) to[0] = from[0];
+    to += lead, from += lead;
+    const bool apart = (u64)from / 2 % 2;
+#pragma unroll 4
+    for (u32 i = lane; i < pairs; i += 32)
+        ((u32*)to)[i] = apart ? from[2 * i] | (u32)from[2 * i + 1] << 16 : ((const u32*)from)[i];
+    if (lane == 0 && (size - lead) % 2) to[2 * pairs] = from[2 * pairs];
+}
+
 // rANS by a warp. A row is a sequence of numbers, coded in 1 to 32 rANS streams (a power of 2). A thread has a stream
 // of a row, and all threads take a step at the same time. Words are written last to first, and read first to last.
 

@@ -2,9 +2,9 @@
 // SOURCES, and compiled by NVRTC for one head size and cache dtype. A section is a part of an encoded block.
 //
 // Macros from Python, ahead of this text: THREADS (in a thread block), HEAD_DIM, DTYPE (0 bf16, 1 fp16, 2 fp32, 3 e4m3,
-// 4 e5m2), ALIGNED (1 if vectors begin at multiples of 16 bytes), SCALES (bytes of a latent's scale, 0 without); as
-// bits of floats, ROOT (HEAD_DIM**-0.5) and LARGEST (of bf16). Constant arrays: WEIGHTS[HEAD_DIM] of the rotation, as
-// bits of floats; BLOCK_SIZE_OF[HEAD_DIM], the size of an element's Hadamard block; and those of seal.cu.
+// 4 e5m2), ALIGNED (1 if vectors begin at multiples of 16 bytes); as bits of floats, ROOT (HEAD_DIM**-0.5) and LARGEST
+// (of bf16). Constant arrays: WEIGHTS[HEAD_DIM] of the rotation, as bits of floats; BLOCK_SIZE_OF[HEAD_DIM], the size of
+// an element's Hadamard block. coder.cu also has PAIRS, and SCALES (bytes of a latent's scale, 0 without).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -17,22 +17,25 @@ typedef long long i64;
 #define WARPS (THREADS / 32)
 #define SPREAD_WARP (threadIdx.x / 32 * gridDim.x + blockIdx.x)  // consecutive numbers are in different thread blocks
 
-struct Job {  // arguments of a kernel: sections of n KV blocks with the same layout
+struct Blocks {  // n KV blocks with the same layout; the arguments of all kernels begin with it
     const u64* caches;     // [layers] addresses
     const i64* block_ids;  // [n]
     const i64* offsets;    // [n] multiples of 16: encoded block i is at buffer + offsets[i]
     u8* buffer;
-    const u8* headers;     // [n, head_nbytes]
+    const u8* headers;     // [n, head_nbytes], where each section has its largest size
     int* status;           // [n]
-    const i64* sizes;      // [n] bytes of each encoded block; if null, all have `nbytes`
-    i64 nbytes, head_nbytes;        // of an encoded block, and of its header with the entries
+    i64* nbytes;           // [n] size of each encoded block
+    i64 head_nbytes;                // of the header with the entries
     i64 block_stride;               // in elements, as `at`
     i64 at[2];                      // first key and first value of the sections in a paged block
-    i64 payload[2];                 // where keys and values begin in an encoded block, in bytes
-    i64 ends[4];                    // of arrays in an encoded block, in bytes; zeros follow up to a multiple of 16
     int head_stride, token_stride;  // in elements; offsets within a paged block fit an int
     int n, layers, heads, tokens;   // tokens: of a KV block in the sections
-    int kinds, vector_nbytes;       // kinds: 2 for keys and values, else 1; vector_nbytes: of a paged vector
+};
+
+struct Job : Blocks {  // sections that are encoded at a fixed rate
+    i64 payload[2];            // where keys and values begin in an encoded block, in bytes
+    i64 ends[4];               // of arrays in an encoded block, in bytes; zeros follow up to a multiple of 16
+    int kinds, vector_nbytes;  // kinds: 2 for keys and values, else 1; vector_nbytes: of a paged vector
 };
 
 #define GOOD 0x7fffffff
@@ -82,16 +85,3 @@ __device__ __forceinline__ Word store(float x) {  // x is finite
     return (Word)(((exponent - FP8_LEAST) << FP8_BITS) + whole | b(x) >> 31 << 7);
 }
 #endif
-
-// Scale of a latent's piece, from the exact bytes of the encoded block (manthan.codec.block.Scales); 1 without scales.
-template <typename Sections>
-__device__ __forceinline__ float scale_of(const Sections& job, int block, int layer, int piece, int t) {
-#if SCALES
-    const u8* at = job.buffer + job.offsets[block] + job.kept_at + piece * SCALES;
-    at += ((i64)layer * job.block_tokens + job.first_token + t) * job.kept_stride;
-    const float scale = SCALES == 4 ? *(const float*)at : f((u32)*at << 23);
-    return scale > 0.f ? scale : 1.f;
-#else
-    return 1.f;
-#endif
-}

@@ -328,9 +328,6 @@ struct Run {
         x += (i64)head * job.head_stride;
         row = ((i64)g * job.width + block * job.tokens) * size + vector * HEAD_DIM;
     }
-    __device__ __forceinline__ const float* cosines(const LeveledSections& job) const {
-        return job.turns + ((i64)block * 2 * job.block_tokens + job.first_token) * PAIRS;
-    }
 };
 
 #define EACH_RUN(job, i, size) \
@@ -341,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gather(const LeveledSec
     const int lane = threadIdx.x % 32, beside = QUADS < 32 ? lane / QUADS : 0, size = job.groups[job.first_group].size;
     EACH_RUN(job, i, size) {
         const Run run(job, i);
-        const float* cosines = run.cosines(job);
+        const float* cosines = cosines_of(job, run.block);
         bool bad = false;
         for (int q = QUADS < 32 ? lane % QUADS : lane; q < QUADS && beside < ABREAST; q += 32) {
             const Quad quad(job, run.kind, q);
@@ -405,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scatter(const LeveledSe
     EACH_RUN(job, i, size) {
         const Run run(job, i);
         if (job.status[run.block] != GOOD) continue;
-        const float larger = exp2f(OCTAVE_THIRD * job.steps[run.block]) / PLACE_SHARE, *cosines = run.cosines(job);
+        const float larger = exp2f(OCTAVE_THIRD * job.steps[run.block]) / PLACE_SHARE, *cosines = cosines_of(job, run.block);
         for (int q = QUADS < 32 ? lane % QUADS : lane; q < QUADS && beside < ABREAST; q += 32) {
             const Quad quad(job, run.kind, q);
             float mean[4], gain[4];

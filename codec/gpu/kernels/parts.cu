@@ -12,16 +12,8 @@ struct Group {
     int ahead;        // number of rANS streams of rows of the groups before it
 };
 
-struct LeveledSections {  // arguments of a kernel, for n KV blocks with the same layout; `rows` to `sizes` are scratch
-    const u64* caches;     // [layers] addresses
-    const i64* block_ids;  // [n]
-    const i64* offsets;    // [n] multiples of 16: encoded block i is at buffer + offsets[i]
-    u8* buffer;
-    const u8* headers;     // [n, head_nbytes], with the section's largest size as its size
-    int* status;           // [n]
-    i64* nbytes;           // [n] of each encoded block
+struct LeveledSections : Lossy {  // arguments of a kernel, for n KV blocks; `rows` to `sizes` are scratch
     i64* ends;             // [n, LEVELS] end of each part in its encoded block; 0 if the part is not there
-    const float* turns;    // [n, 2, block_tokens, PAIRS] cosines and sines
     const Group* groups;
     const u32* vectors;    // [components / HEAD_DIM] layer << 16 | kind << 15 | head of each vector
     const float *mean, *gain;   // [components]: see embedded.cu
@@ -40,27 +32,15 @@ struct LeveledSections {  // arguments of a kernel, for n KV blocks with the sam
     u16* words;                 // [n, LEVELS, room of all groups]
     u32* states;                // [n, LEVELS, streams of all groups]
     u32* sizes;                 // [n, LEVELS, groups] words of a row
-    i64 block_stride;           // in elements, as the next four
-    i64 at[2];                  // first key and first value of the section in a paged block
-    int head_stride, token_stride;
-    i64 tables_nbytes, likely_at, rest_at, head_nbytes, start, limit;  // start: section's offset; limit: most bytes
-    i64 kept_at;                                    // offset of the latents' scales in an encoded block
-    int n, all, groups_count, components, streams;  // all: number of levels to write; streams: of all groups' rows
-    int tokens, first_token, block_tokens, layers;
+    i64 tables_nbytes, likely_at, rest_at, limit;   // limit: most bytes of the section
+    int all, groups_count, components, streams;     // all: number of levels to write; streams: of all groups' rows
     int first_group, some, width;                   // `some` groups from first_group on; width: n * tokens, rounded up
-    int kept_stride;                                // bytes from a token's scales to the next token's
-    float rope_scale;
 };
 
-#define START_NBYTES 4
 #define FRONT_NBYTES 16
 #define LEAST_BODY 160  // with 88 more bytes under the checksum, above the 240 bytes that xxh3's short form takes
-#define LOWEST 65536u
-#define ENTRY_AT(entry) (128 + 64 * (entry) + 24)  // offset of a section's length in the header
-#define NBYTES_AT 32                               // offset of the base's length in the header
 #define LEAST_J -8
 
-__device__ __forceinline__ i64 align16(i64 nbytes) { return (nbytes + 15) & ~(i64)15; }
 __device__ __forceinline__ int last_entry(const LeveledSections& job) { return (int)(job.head_nbytes - 128) / 64 - 1; }
 __device__ __forceinline__ i64 shifts_nbytes(const LeveledSections& job) {
     return START_NBYTES + ((i64)job.groups_count * job.tokens + 3) / 4 * 2;
@@ -80,18 +60,6 @@ __device__ __forceinline__ u64 words_of(const LeveledSections& job, int block, i
 // Offset of a part's rows in an encoded block.
 __device__ __forceinline__ i64 rows_at(const LeveledSections& job, int block, int level) {
     return level ? job.ends[(i64)block * LEVELS + level - 1] + FRONT_NBYTES : job.start + shifts_nbytes(job);
-}
-
-// Copy words. Stores are aligned pairs of words, because the base's rows may begin at odd multiples of 2 bytes.
-__device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, int lane) {
-    const u32 lead = min((u32)((u64)to / 2 % 2), size), pairs = (size - lead) / 2;
-    if (lane < lead) to[0] = from[0];
-    to += lead, from += lead;
-    const bool apart = (u64)from / 2 % 2;
-#pragma unroll 4
-    for (u32 i = lane; i < pairs; i += 32)
-        ((u32*)to)[i] = apart ? from[2 * i] | (u32)from[2 * i + 1] << 16 : ((const u32*)from)[i];
-    if (lane == 0 && (size - lead) % 2) to[2 * pairs] = from[2 * pairs];
 }
 
 // Lay out the parts of good blocks: write sizes, ends, headers, and zeros behind the parts. Others get size and ends 0.
@@ -116,10 +84,8 @@ extern "C" __global__ void lay_out(const LeveledSections job) {
             }
             const u64 words = words_of(job, block, level);
             const i64 nbytes = part_nbytes(job, level, words);
-            if (level && lane == 0) {
-                *(u64*)(out + end) = (u64)level | (u64)nbytes << 32;
-                end += FRONT_NBYTES;
-            } else if (level) {
+            if (level) {
+                if (lane == 0) *(u64*)(out + end) = (u64)level | (u64)nbytes << 32;
                 end += FRONT_NBYTES;
             }
             const i64 filled = level ? rows_front(job) + 2 * words : nbytes;
@@ -186,19 +152,26 @@ struct Refined {
     }
 };
 
+// Return the checksum of a part of an encoded block. at: becomes the address at which the block has it.
+__device__ __forceinline__ u64 checksum_of(const LeveledSections& job, int block, int level, u64*& at) {
+    u8* there = job.buffer + job.offsets[block];
+    const i64* ends = job.ends + (i64)block * LEVELS;
+    if (level == 0) {
+        at = (u64*)(there + CHECKSUM_AT);
+        return checksum(there, ends[0]);
+    }
+    const u8* front = there + ends[level - 1];
+    at = (u64*)(front + 8);
+    return long_checksum(Refined{there, front}, 88 + (i64)(*(const u64*)front >> 32));
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) seal_parts(const LeveledSections job) {
     for (int run = blockIdx.x; run < job.n * job.all; run += gridDim.x) {
         const int block = run / job.all, level = run % job.all;
         if (job.status[block] != GOOD) continue;
-        u8* out = job.buffer + job.offsets[block];
-        if (level == 0) {
-            const u64 sum = checksum(out, job.ends[(i64)block * LEVELS]);
-            if (threadIdx.x == 0) *(u64*)(out + CHECKSUM_AT) = sum;
-        } else {
-            u8* front = out + job.ends[(i64)block * LEVELS + level - 1];
-            const u64 sum = long_checksum(Refined{out, front}, 88 + (i64)(*(u64*)front >> 32));
-            if (threadIdx.x == 0) *(u64*)(front + 8) = sum;
-        }
+        u64* at;
+        const u64 sum = checksum_of(job, block, level, at);
+        if (threadIdx.x == 0) *at = sum;
     }
 }
 
@@ -241,17 +214,13 @@ extern "C" __global__ void find_parts(const LeveledSections job) {
 extern "C" __global__ void __launch_bounds__(THREADS) verify_parts(const LeveledSections job) {
     for (int run = blockIdx.x; run < job.n * LEVELS; run += gridDim.x) {
         const int block = run / LEVELS, level = run % LEVELS;
-        const u8* found = job.buffer + job.offsets[block];
         const i64* ends = job.ends + (i64)block * LEVELS;
         if (level > job.levels[block] || ends[0] < job.head_nbytes || ends[level] > job.nbytes[block]) continue;
-        if (level == 0) {
-            const u64 sum = checksum(found, job.ends[(i64)block * LEVELS]);
-            if (threadIdx.x == 0 && sum != *(const u64*)(found + CHECKSUM_AT)) job.status[block] = BAD_CHECKSUM;
-        } else {
-            const u8* front = found + job.ends[(i64)block * LEVELS + level - 1];
-            const u64 sum = long_checksum(Refined{found, front}, 88 + (i64)(*(const u64*)front >> 32));
-            if (threadIdx.x == 0 && sum != *(const u64*)(front + 8)) atomicMin(job.status + block, BAD_CHECKSUM);
-        }
+        u64* at;
+        const u64 sum = checksum_of(job, block, level, at);
+        if (threadIdx.x || sum == *at) continue;
+        if (level == 0) job.status[block] = BAD_CHECKSUM;
+        else atomicMin(job.status + block, BAD_CHECKSUM);
     }
 }
 

@@ -4,8 +4,27 @@
 // xxh3 keeps 8 sums of 64 bits. A stripe of 64 bytes adds to all of them; stripes 0 to 15 of a kibibyte do so with
 // different parts of the secret, and then the sums are scrambled. Within a kibibyte the additions commute: a warp takes
 // four stripes of a kibibyte at a time, and lane i adds to sum i % 8. The first warp scrambles sums of some kibibytes
-// while the other warps add up the next ones. START, SECRET, LAST and MERGE come from Python.
+// while the other warps add up the next ones.
 
+// Constants of xxh3-64 without a seed. START: the sums at first. SECRET[s + i] is mixed with word i of stripe s of a
+// kibibyte, and SECRET[16 + i] with sum i behind the kibibyte. LAST is mixed with the last 64 bytes, MERGE with the sums
+// in the end.
+__constant__ u64 START[8] = {
+    0x00000000c2b2ae3dull, 0x9e3779b185ebca87ull, 0xc2b2ae3d27d4eb4full, 0x165667b19e3779f9ull,
+    0x85ebca77c2b2ae63ull, 0x0000000085ebca77ull, 0x27d4eb2f165667c5ull, 0x000000009e3779b1ull};
+__constant__ u64 SECRET[24] = {
+    0xbe4ba423396cfeb8ull, 0x1cad21f72c81017cull, 0xdb979083e96dd4deull, 0x1f67b3b7a4a44072ull,
+    0x78e5c0cc4ee679cbull, 0x2172ffcc7dd05a82ull, 0x8e2443f7744608b8ull, 0x4c263a81e69035e0ull,
+    0xcb00c391bb52283cull, 0xa32e531b8b65d088ull, 0x4ef90da297486471ull, 0xd8acdea946ef1938ull,
+    0x3f349ce33f76faa8ull, 0x1d4f0bc7c7bbdcf9ull, 0x3159b4cd4be0518aull, 0x647378d9c97e9fc8ull,
+    0xc3ebd33483acc5eaull, 0xeb6313faffa081c5ull, 0x49daf0b751dd0d17ull, 0x9e68d429265516d3ull,
+    0xfca1477d58be162bull, 0xce31d07ad1b8f88full, 0x280416958f3acb45ull, 0x7e404bbbcafbd7afull};
+__constant__ u64 LAST[8] = {
+    0xea647378d9c97e9full, 0xc5c3ebd33483acc5ull, 0x17eb6313faffa081ull, 0xd349daf0b751dd0dull,
+    0x2b9e68d429265516ull, 0x8ffca1477d58be16ull, 0x45ce31d07ad1b8f8ull, 0xaf280416958f3acbull};
+__constant__ u64 MERGE[8] = {
+    0x6dd4de1cad21f72cull, 0xa44072db979083e9ull, 0xe679cb1f67b3b7a4ull, 0xd05a8278e5c0cc4eull,
+    0x4608b82172ffcc7dull, 0x9035e08e2443f774ull, 0x52283c4c263a81e6ull, 0x65d088cb00c391bbull};
 #define STRIPES 16
 #define CHECKSUM_AT 8
 #define EACH 4                          // kibibytes of a warp in a round
@@ -98,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) seal(const Job job) {
         for (int i = 0; i < 4; i++)
             if (thread < (-job.ends[i] & 15)) out[job.ends[i] + thread] = 0;
         __syncthreads();
-        u64 sum = checksum(out, job.sizes ? job.sizes[block] : job.nbytes);
+        u64 sum = checksum(out, job.nbytes[block]);
         if (thread == 0) *(u64*)(out + CHECKSUM_AT) = sum;
     }
 }
@@ -108,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) verify(const Job job) {
     const int thread = threadIdx.x;
     for (int block = blockIdx.x; block < job.n; block += gridDim.x) {
         const u8 *found = job.buffer + job.offsets[block], *wanted = job.headers + block * job.head_nbytes;
-        bool right = checksum(found, job.nbytes) == *(const u64*)(found + CHECKSUM_AT);
+        bool right = checksum(found, job.nbytes[block]) == *(const u64*)(found + CHECKSUM_AT);
         const u32 end = job.head_nbytes;
         u32 differs = end;
         for (u32 i = thread; i < end && thread < 32; i += 32)

@@ -2,43 +2,22 @@
 // and copy the rows' 16-bit words from scratch into the blocks. A row is a layer's keys or a layer's values; rows of
 // keys come first. KINDS is 2 for keys and values, and 1 for latents (MLA), whose pieces stand as heads of keys.
 
-struct Sections {  // lossy keys and values of n KV blocks with the same number of exact tokens
-    const u64* caches;     // [layers] addresses
-    const i64* block_ids;  // [n]
-    const i64* offsets;    // [n] multiples of 16: encoded block i is at buffer + offsets[i]
-    u8* buffer;
-    const u8* headers;     // [n, head_nbytes], where each section has its largest size
-    int* status;           // [n]
-    i64* nbytes;           // [n] size of each encoded block
-    const float* turns;    // [n, 2, block_tokens, PAIRS] cosines, then sines
-    u16* words;                      // [rows, n, room] scratch; a row's words end at the end of its room
-    u32* states;                     // [n, rows, streams] scratch: states of the rANS streams
-    u32* sizes;                      // [n, rows] number of words of a row
-    u32* places;                     // [n, rows] number of words of earlier rows in the section
-    int* far;                        // [n, 2] 1 if a row of keys, or of values, does not fit into its room
-    const u8* fronts;                // [n, 2, fronts_nbytes]: a section's bytes between START_NBYTES and its rows
-    int* doublings;                  // [n, 2] how often the steps of keys, and of values, are doubled
-    u32* starts;                     // [n, 2] offset of the keys' and the values' section in the encoded block
-    i64 block_stride;                // in elements, as the next four
-    i64 at[2];                       // first lossy key and first lossy value of a paged block
-    int head_stride, token_stride;
-    i64 head_nbytes, start, kept_at;  // start: offset of the first lossy section; kept_at: of latents' scales
-    i64 limits[2];                   // most bytes of the keys' and of the values' section
-    i64 parts[2], fronts_nbytes;     // parts: bytes of the two fronts; fronts_nbytes: of the larger, padded to 16
-    int n, layers, heads, tokens, streams;  // tokens: lossy ones of a block; streams: rANS streams of a row
-    int first_token, block_tokens;
-    int rows, kept_stride;           // rows: KINDS * layers; kept_stride: bytes from a token's scales to the next ones
-    u32 room;                        // most words of a row in scratch
-    float rope_scale;
+struct Sections : Lossy {  // lossy keys and values of n KV blocks with the same number of exact tokens
+    u16* words;             // [rows, n, room] scratch; a row's words end at the end of its room
+    u32* states;            // [n, rows, streams] scratch: states of the rANS streams
+    u32* sizes;             // [n, rows] number of words of a row
+    u32* firsts;            // [n, rows] number of words of earlier rows in the section
+    int* far;               // [n, 2] 1 if a row of keys, or of values, does not fit into its room
+    u8* fronts;             // [n, 2, fronts_nbytes]: a section's bytes between START_NBYTES and its rows
+    int* doublings;         // [n, 2] how often the steps of keys, and of values, are doubled
+    u32* starts;            // [n, 2] offset of the keys' and the values' section in the encoded block
+    i64 limits[2];          // most bytes of the keys' and of the values' section
+    i64 parts[2], fronts_nbytes;  // parts: bytes of the two fronts; fronts_nbytes: of the larger, padded to 16
+    int streams, rows;      // streams: rANS streams of a row; rows: KINDS * layers
+    u32 room;               // most words of a row in scratch
 };
 
-#define START_NBYTES 4
-#define LOWEST 65536u
-#define ENTRY_AT(entry) (128 + 64 * (entry) + 24)  // offset of a section's length in the header
-#define NBYTES_AT 32                               // offset of the block's length in the header
-
 __device__ __forceinline__ int components(const Sections& job) { return job.heads * HEAD_DIM; }
-__device__ __forceinline__ i64 align16(i64 nbytes) { return (nbytes + 15) & ~(i64)15; }
 __device__ __forceinline__ int first_entry(const Sections& job) { return (int)(job.head_nbytes - 128) / 64 - KINDS; }
 __device__ __forceinline__ bool wide_sizes(const Sections& job) {  // True if a row's number of words is u32, not u16
     return 7ull * job.tokens * components(job) >= 4ull << 16;
@@ -49,7 +28,7 @@ __device__ __forceinline__ i64 front_nbytes(const Sections& job, int kind) {  //
     return rows_at(job, kind) + sizes_nbytes(job) + 4ll * job.layers * job.streams;
 }
 
-// Set `places` of a section's rows from `sizes`; return the sum of the sizes. A row of more words than the section may
+// Set `firsts` of a section's rows from `sizes`; return the sum of the sizes. A row of more words than the section may
 // have counts as one word more than that, so that no sum overflows.
 __device__ __forceinline__ u64 place_rows(const Sections& job, int block, int kind, const u32* sizes, int lane) {
     u64 total = 0;
@@ -61,7 +40,7 @@ __device__ __forceinline__ u64 place_rows(const Sections& job, int block, int ki
             u32 other = __shfl_up_sync(FULL, before, i);
             if (lane >= i) before += other;
         }
-        if (layer < job.layers) job.places[(i64)(block * KINDS + kind) * job.layers + layer] = total + before - size;
+        if (layer < job.layers) job.firsts[(i64)(block * KINDS + kind) * job.layers + layer] = total + before - size;
         total += __shfl_sync(FULL, before, 31);
     }
     return total;
@@ -78,7 +57,7 @@ __device__ __forceinline__ int halved(int number, int doublings) {
     return __float2int_rn((float)number * f((127u - doublings) << 23));
 }
 
-// Write each encoded block's header with lengths, and sections' first bytes and padding. Set nbytes, starts and `places`.
+// Write each encoded block's header with lengths, and sections' first bytes and padding. Set nbytes, starts and `firsts`.
 extern "C" __global__ void lay_out(const Sections job) {
     int lane = threadIdx.x % 32;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
@@ -107,18 +86,6 @@ extern "C" __global__ void lay_out(const Sections job) {
     }
 }
 
-// Copy words. Stores are aligned pairs of words; a pair is loaded as two words if the source is not aligned.
-__device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, int lane) {
-    const u32 lead = min((u32)((u64)to / 2 % 2), size), pairs = (size - lead) / 2;
-    if (lane < lead) to[0] = from[0];
-    to += lead, from += lead;
-    const bool apart = (u64)from / 2 % 2;
-#pragma unroll 4
-    for (u32 i = lane; i < pairs; i += 32)
-        ((u32*)to)[i] = apart ? from[2 * i] | (u32)from[2 * i + 1] << 16 : ((const u32*)from)[i];
-    if (lane == 0 && (size - lead) % 2) to[2 * pairs] = from[2 * pairs];
-}
-
 // Write the fronts, and the sizes, states and words of all rows. States are copied as u16: they may begin at an odd
 // multiple of 2 bytes.
 extern "C" __global__ void pack(const Sections job) {
@@ -139,7 +106,7 @@ extern "C" __global__ void pack(const Sections job) {
         u16* kept = (u16*)(section + rows_at(job, kind) + sizes_nbytes(job) + 4ll * layer * job.streams);
         for (int i = lane; i < 2 * job.streams; i += 32) kept[i] = states[i];
         const u16* from = job.words + ((i64)row * job.n + block + 1) * job.room - size;
-        u16* to = (u16*)(section + front_nbytes(job, kind)) + job.places[run];
+        u16* to = (u16*)(section + front_nbytes(job, kind)) + job.firsts[run];
         copy_words(to, from, size, lane);
     }
 }
@@ -170,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) verify_sections(const Sect
     }
 }
 
-// Set `sizes`, `places`, `doublings` and `starts` of good blocks. A status becomes 0 if a section's parts do not add up
+// Set `sizes`, `firsts`, `doublings` and `starts` of good blocks. A status becomes 0 if a section's parts do not add up
 // to the section's length, or if its first bytes are wrong.
 extern "C" __global__ void find_rows(const Sections job) {
     int lane = threadIdx.x % 32;

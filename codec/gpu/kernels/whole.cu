@@ -43,26 +43,25 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(con
     for (int i = threadIdx.x; i < ENCODING_UNITS; i += ENCODE_THREADS) shared[i] = job.encoding[i];
     __syncthreads();
     const uint2* tables = (const uint2*)shared;
-    const Sections& all = job.all;
-    const Streams me(all.streams);
-    const u32 together = (all.n + me.together - 1) / me.together, warps = ENCODE_THREADS / 32;
-    const int batches = job.row_room / (8 * all.streams);
-    for (u32 run = threadIdx.x / 32 * gridDim.x + blockIdx.x; run < KINDS * all.layers * together; run += gridDim.x * warps) {
-        const int row = run / together, block = run % together * me.together + me.row, kind = row >= all.layers;
-        const int safe = min(block, all.n - 1), layer = row - kind * all.layers;
-        const i64 place = (i64)row * all.n + safe;
+    const Streams me(job.streams);
+    const u32 together = (job.n + me.together - 1) / me.together, warps = ENCODE_THREADS / 32;
+    const int batches = job.row_room / (8 * job.streams);
+    for (u32 run = threadIdx.x / 32 * gridDim.x + blockIdx.x; run < KINDS * job.layers * together; run += gridDim.x * warps) {
+        const int row = run / together, block = run % together * me.together + me.row, kind = row >= job.layers;
+        const int safe = min(block, job.n - 1), layer = row - kind * job.layers;
+        const i64 place = (i64)row * job.n + safe;
         const uint4* from = (const uint4*)(job.rounded + place * job.row_room) + me.stream;
-        const u8* chosen = job.fronts + (2 * safe + kind) * all.fronts_nbytes + job.tables_at[kind] + layer * all.heads;
-        u16* words = all.words + place * all.room;
-        int at = block < all.n ? all.room : -1;
+        const u8* chosen = job.fronts + (2 * safe + kind) * job.fronts_nbytes + job.tables_at[kind] + layer * job.heads;
+        u16* words = job.words + place * job.room;
+        int at = block < job.n ? job.room : -1;
         u32 x = LOWEST, head = FULL;
         const uint2* table = tables;
-        Octets octets(all, batches - 1);
-        uint4 ahead = from[(batches - 1) * all.streams];
+        Octets octets(job, batches - 1);
+        uint4 ahead = from[(batches - 1) * job.streams];
         for (int batch = batches - 1; batch >= 0; batch--, octets.back()) {
             const uint4 now = ahead;
             const u32 four[4] = {now.x, now.y, now.z, now.w};
-            if (batch) ahead = from[(batch - 1) * all.streams];
+            if (batch) ahead = from[(batch - 1) * job.streams];
             if (octets.alike()) {
                 if (octets.head != head) head = octets.head, table = tables + 256 * chosen[head];
                 uint2 entries[8];
@@ -88,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(con
                 head = FULL;
 #pragma unroll 1
                 for (int k = 7; k >= 0; k--) {
-                    const u32 i = octets.first + k * all.streams + me.stream;
+                    const u32 i = octets.first + k * job.streams + me.stream;
                     table = tables + 256 * chosen[min(i, octets.numbers - 1) / octets.of_run];
                     const u32 two = k >= 4 ? k >= 6 ? four[3] : four[2] : k >= 2 ? four[1] : four[0];
                     const int value = (short)(two >> 16 * (k % 2));
@@ -97,31 +96,30 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(con
                 }
             }
         }
-        if (block >= all.n) continue;
-        const i64 kept = (i64)block * KINDS * all.layers + row;
-        all.states[kept * all.streams + me.stream] = x;
-        if (me.stream == 0) all.sizes[kept] = all.room - at;
-        if (at < 0) all.far[2 * block + kind] = 1;
+        if (block >= job.n) continue;
+        const i64 kept = (i64)block * KINDS * job.layers + row;
+        job.states[kept * job.streams + me.stream] = x;
+        if (me.stream == 0) job.sizes[kept] = job.room - at;
+        if (at < 0) job.far[2 * block + kind] = 1;
     }
 }
 
-// Encode a row of one KV block, with quantization steps doubled `doublings` times, by the warp's first all.streams threads.
+// Encode a row of one KV block, with quantization steps doubled `doublings` times, by the warp's first job.streams threads.
 __device__ __forceinline__ void encode_doubled(const Wht& job, int row, int block, int doublings, const Streams& me) {
     const uint2* tables = (const uint2*)job.encoding;
-    const Sections& all = job.all;
-    const int kind = row >= all.layers, layer = row - kind * all.layers;
-    const i64 place = (i64)row * all.n + block;
+    const int kind = row >= job.layers, layer = row - kind * job.layers;
+    const i64 place = (i64)row * job.n + block;
     const uint4* from = (const uint4*)(job.rounded + place * job.row_room) + me.stream;
-    const u8* chosen = job.fronts + (2 * block + kind) * all.fronts_nbytes + job.tables_at[kind] + layer * all.heads;
-    const u32 numbers = all.heads * HEAD_DIM * all.tokens, of_run = HEAD_DIM * all.tokens;
-    u16* words = all.words + place * all.room;
-    int at = me.row ? -1 : all.room;
+    const u8* chosen = job.fronts + (2 * block + kind) * job.fronts_nbytes + job.tables_at[kind] + layer * job.heads;
+    const u32 numbers = job.heads * HEAD_DIM * job.tokens, of_run = HEAD_DIM * job.tokens;
+    u16* words = job.words + place * job.room;
+    int at = me.row ? -1 : job.room;
     u32 x = LOWEST;
-    for (int batch = job.row_room / (8 * all.streams) - 1; batch >= 0; batch--) {
-        const uint4 now = from[batch * all.streams];
+    for (int batch = job.row_room / (8 * job.streams) - 1; batch >= 0; batch--) {
+        const uint4 now = from[batch * job.streams];
 #pragma unroll 1
         for (int k = 7; k >= 0; k--) {
-            const u32 i = (8 * batch + k) * all.streams + me.stream;
+            const u32 i = (8 * batch + k) * job.streams + me.stream;
             const int table = max((int)chosen[min(i, numbers - 1) / of_run] - OCTAVE * doublings, 0);
             const u32 two = k >= 4 ? k >= 6 ? now.w : now.z : k >= 2 ? now.y : now.x;
             const int value = halved((short)(two >> 16 * (k % 2)), doublings);
@@ -130,30 +128,29 @@ __device__ __forceinline__ void encode_doubled(const Wht& job, int row, int bloc
         }
     }
     if (me.row) return;
-    const i64 kept = (i64)block * KINDS * all.layers + row;
-    all.states[kept * all.streams + me.stream] = x;
-    if (me.stream == 0) all.sizes[kept] = all.room - at;
-    if (at < 0) all.far[2 * block + kind] = 1;
+    const i64 kept = (i64)block * KINDS * job.layers + row;
+    job.states[kept * job.streams + me.stream] = x;
+    if (me.stream == 0) job.sizes[kept] = job.room - at;
+    if (at < 0) job.far[2 * block + kind] = 1;
 }
 
 // Double a section's (a KV block's keys or values) steps until it fits. Most fit already. A thread block takes a section.
 extern "C" __global__ void __launch_bounds__(ENCODE_THREADS) double_steps(const Wht job) {
-    const Sections& all = job.all;
-    const Streams me(all.streams);
+    const Streams me(job.streams);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = ENCODE_THREADS / 32;
-    for (u32 section = blockIdx.x; section < (u32)(KINDS * all.n); section += gridDim.x) {
+    for (u32 section = blockIdx.x; section < (u32)(KINDS * job.n); section += gridDim.x) {
         const int block = section / KINDS, kind = section % KINDS;
         int doublings = 0;
-        while (doublings < MOST_DOUBLINGS && !fits(all, block, kind, lane)) {
+        while (doublings < MOST_DOUBLINGS && !fits(job, block, kind, lane)) {
             doublings++;
             __syncthreads();
-            if (threadIdx.x == 0) all.far[2 * block + kind] = 0;
+            if (threadIdx.x == 0) job.far[2 * block + kind] = 0;
             __syncthreads();
-            for (int layer = warp; layer < all.layers; layer += warps)
-                encode_doubled(job, kind * all.layers + layer, block, doublings, me);
+            for (int layer = warp; layer < job.layers; layer += warps)
+                encode_doubled(job, kind * job.layers + layer, block, doublings, me);
             __syncthreads();
         }
-        if (threadIdx.x == 0) all.doublings[2 * block + kind] = doublings;
+        if (threadIdx.x == 0) job.doublings[2 * block + kind] = doublings;
     }
 }
 
@@ -178,34 +175,33 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(con
     const u8* slots = (const u8*)job.decoding;
 #endif
     const u32* entries = (const u32*)(slots + TABLES * SLOTS);
-    const Sections& all = job.all;
-    const Streams me(all.streams);
-    const u32 together = (all.n + me.together - 1) / me.together, warps = DECODE_THREADS / 32;
-    const int batches = job.row_room / (8 * all.streams);
-    for (u32 run = threadIdx.x / 32 * gridDim.x + blockIdx.x; run < KINDS * all.layers * together; run += gridDim.x * warps) {
-        const int row = run / together, block = run % together * me.together + me.row, kind = row >= all.layers;
-        const bool there = block < all.n && all.status[block] == GOOD;
+    const Streams me(job.streams);
+    const u32 together = (job.n + me.together - 1) / me.together, warps = DECODE_THREADS / 32;
+    const int batches = job.row_room / (8 * job.streams);
+    for (u32 run = threadIdx.x / 32 * gridDim.x + blockIdx.x; run < KINDS * job.layers * together; run += gridDim.x * warps) {
+        const int row = run / together, block = run % together * me.together + me.row, kind = row >= job.layers;
+        const bool there = block < job.n && job.status[block] == GOOD;
         if (!__any_sync(FULL, there)) continue;
-        const int safe = min(block, all.n - 1), layer = row - kind * all.layers;
-        Reader reader{(const u16*)all.buffer, 0, 0};
+        const int safe = min(block, job.n - 1), layer = row - kind * job.layers;
+        Reader reader{(const u16*)job.buffer, 0, 0};
         u32 x = LOWEST, head = FULL, table = 0;
         int narrower = 0;
         const u8* chosen = 0;
         if (there) {
-            const u8* section = all.buffer + all.offsets[block] + all.starts[2 * block + kind];
-            const i64 place = (i64)block * KINDS * all.layers + row;
-            reader.size = all.sizes[place];
-            narrower = OCTAVE * all.doublings[2 * block + kind];
-            if (reader.size) reader.words = (const u16*)(section + front_nbytes(all, kind)) + all.places[place];
-            chosen = section + START_NBYTES + job.tables_at[kind] + layer * all.heads;
-            const u16* state = (const u16*)(section + rows_at(all, kind) + sizes_nbytes(all));
-            state += 2 * ((i64)layer * all.streams + me.stream);
+            const u8* section = job.buffer + job.offsets[block] + job.starts[2 * block + kind];
+            const i64 place = (i64)block * KINDS * job.layers + row;
+            reader.size = job.sizes[place];
+            narrower = OCTAVE * job.doublings[2 * block + kind];
+            if (reader.size) reader.words = (const u16*)(section + front_nbytes(job, kind)) + job.firsts[place];
+            chosen = section + START_NBYTES + job.tables_at[kind] + layer * job.heads;
+            const u16* state = (const u16*)(section + rows_at(job, kind) + sizes_nbytes(job));
+            state += 2 * ((i64)layer * job.streams + me.stream);
             x = state[0] | (u32)state[1] << 16;
-            reader.prefetch(me, all.streams);
+            reader.prefetch(me, job.streams);
         }
         bool good = x >= LOWEST;
-        uint4* to = (uint4*)(job.rounded + ((i64)row * all.n + safe) * job.row_room) + me.stream;
-        Octets octets(all, 0);
+        uint4* to = (uint4*)(job.rounded + ((i64)row * job.n + safe) * job.row_room) + me.stream;
+        Octets octets(job, 0);
         for (int batch = 0; batch < batches; batch++, octets.forth()) {
             u32 found[8];
             if (octets.alike()) {
@@ -218,17 +214,17 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(con
                 head = FULL;
 #pragma unroll
                 for (int k = 0; k < 8; k++) {
-                    const u32 i = octets.first + k * all.streams + me.stream;
+                    const u32 i = octets.first + k * job.streams + me.stream;
                     table = there ? max((int)chosen[min(i, octets.numbers - 1) / octets.of_run] - narrower, 0) : 0;
                     const bool on = i < octets.numbers;
                     found[k] = decode_whole(x, reader, slots + SLOTS * table, entries + 256 * table, on, me);
                 }
             }
             if (there)
-                to[batch * all.streams] = make_uint4(found[0] | found[1] << 16, found[2] | found[3] << 16,
+                to[batch * job.streams] = make_uint4(found[0] | found[1] << 16, found[2] | found[3] << 16,
                                                      found[4] | found[5] << 16, found[6] | found[7] << 16);
         }
         good = good && reader.at == reader.size && x == LOWEST;
-        if (there && !good) all.status[block] = 0;
+        if (there && !good) job.status[block] = 0;
     }
 }
