@@ -70,6 +70,7 @@ class Dtype(IntEnum):
 class Section:
     """Description of a section of a compressed block.
 
+    codec: name of the codec.
     layers, first_layer: count of layers, and index of the first layer; Manthan writes 0.
     tokens, first_token: count of tokens, and index of the first token in the block.
     heads, head_dim: count of KV heads (or of a latent's pieces), and of numbers in a vector. Opaque bytes are
@@ -139,11 +140,18 @@ class Codec(ABC):
     def max_nbytes(self, section: Section) -> int:
         """Return the most bytes of an encoded section, refinements included; the exact number if not `varies`.
 
+        Args:
+            section: shape, kind and dtype of the numbers.
+
         Raises: SizeError for a section that the codec was not made for.
         """
 
     def expected_nbytes(self, section: Section) -> int:
-        """Return the bytes of a typical encoded section, refinements included, at most `max_nbytes`."""
+        """Return the bytes of a typical encoded section, refinements included, at most `max_nbytes`.
+
+        Args:
+            section: see `max_nbytes`.
+        """
         return self.max_nbytes(section)
 
     @abstractmethod
@@ -173,14 +181,24 @@ class Codec(ABC):
     def encode_parts(
         self, x: Numbers, section: Section, positions: Positions, out: ByteArray
     ) -> tuple[int, list[ByteArray]]:
-        """Encode the base like `encode`. Return its number of bytes, and each refinement's bytes, coarsest first."""
+        """Encode the base like `encode`. Return its number of bytes, and each refinement's bytes, coarsest first.
+
+        Args:
+            x, section, positions, out: as for `encode`. Refinements are not written into `out`.
+
+        Raises: see `encode`.
+        """
         return self.encode(x, section, positions, out), []
 
     def decode_parts(
         self, encoded: ByteArray, refinements: Sequence[ByteArray], section: Section, positions: Positions
     ) -> Numbers:
-        """Decode the base like `decode`, with refinements, uint8 each, coarsest first.
+        """Decode the base and refinements. Return the numbers as `decode` does.
 
-        The last refinements are missing if the block was cut.
+        Args:
+            encoded, section, positions: as for `decode`.
+            refinements: uint8 each, coarsest first. The last ones are missing if the block was cut.
+
+        Raises: see `decode`.
         """
         return self.decode(encoded, section, positions)

@@ -33,7 +33,14 @@ class Preset(Protocol):
         """Name in the configuration, in block headers and of the entry point: at most 24 ASCII characters."""
 
     def codec(self, head_dim: int, facts: ModelFacts = NO_FACTS) -> Codec:
-        """Return the codec on the CPU. Raises CodecError if it cannot encode vectors of `head_dim` numbers."""
+        """Return the codec that works on the CPU.
+
+        Args:
+            head_dim: count of numbers in a vector, a multiple of 8 from 32 to 512.
+            facts: facts of the model; see `takes_facts`.
+
+        Raises: CodecError if the codec cannot encode such vectors.
+        """
 
 
 PRESETS: dict[str, Preset] = {**WHTS, **KLTS, K3V3.name: K3V3}
@@ -65,8 +72,7 @@ def get_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> Codec:
 
     Args:
         name: name of a preset, or "exact", or of a codec of recurrent states if `facts` has the states' layout.
-        head_dim: count of numbers in a vector, a multiple of 8 from 32 to 512.
-        facts: facts of the model; see `takes_facts`.
+        head_dim, facts: see `Preset.codec`.
 
     Raises: UnknownCodecError, HeadDimError; ProfileError for a missing or unsuitable profile.
     """
