@@ -194,11 +194,18 @@ class Judged(Event, frozen=True):
     choice: int  # index in `Guard`'s choices of the codec used from now on
     codec: str  # name of this codec
     is_new: bool  # true if the last decision was for another codec, and for the first decision with these codecs
+    configured: int = 0  # index of the configured codec; codecs before it were offered later
+
+    @property
+    def is_fallback(self) -> bool:
+        """True if the configured codec is not used."""
+        return self.choice > self.configured
 
     @property
     def is_slow(self) -> bool:
-        """True if the coarsest codec is faithful, but not used, because decoding is slower than computing."""
-        return self.choice > 0 and self.verdict.measured[0].is_faithful and self.verdict.is_slow(0)
+        """True if the configured codec is faithful, but not used, because decoding is slower than computing."""
+        at = self.configured
+        return self.is_fallback and self.verdict.measured[at].is_faithful and self.verdict.is_slow(at)
 
 
 class Unjudged(Event, frozen=True):

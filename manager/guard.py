@@ -36,6 +36,7 @@ class Guard:
         self._verdicts: dict[int, Verdict] = {}
         self._judged: int | None = None
         self._was_offered = False  # a codec since the last decision
+        self._configured = 0  # index of the configured codec
         self._divergences: deque[float] = deque(maxlen=RECHECKS)
         self._coarsest = 0  # index of the first choice that rechecks have not refused
         self._used = self._finest
@@ -56,13 +57,13 @@ class Guard:
         was, self._judged = self._judged, choice
         self._use(choice)
         codec = worst.measured[choice].codec if choice <= self._finest else EXACT
-        self._manager.events(Judged(worst, choice, codec, choice != was or self._was_offered))
+        self._manager.events(Judged(worst, choice, codec, choice != was or self._was_offered, self._configured))
         self._was_offered = False
 
     def offer(self, choice: Choice) -> None:
         """Add a codec coarser than all others. The codec in use stays until all ranks have measured the new codec."""
         self._choices = [choice, *self._choices]
-        self._finest, self._used = self._finest + 1, self._used + 1
+        self._finest, self._used, self._configured = self._finest + 1, self._used + 1, self._configured + 1
         self._coarsest += self._coarsest > 0
         self._judged = None if self._judged is None else self._judged + 1
         self._was_offered = True

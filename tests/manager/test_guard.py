@@ -32,6 +32,7 @@ class World:
         self.manager = self.talks.manager
         self.codecs: list[str | None] = []
         self.slow: list[bool] = []
+        self.fallbacks: list[bool] = []
         self.news: list[bool] = []
         self.manager.events.subscribe(self._happened)
         choices = [Choice(SHAPE, 10_099), Choice(FINER, 9_999), Choice(WHOLE, 8_888)]
@@ -42,6 +43,7 @@ class World:
             case Judged():
                 self.codecs.append(event.codec)
                 self.slow.append(event.is_slow)
+                self.fallbacks.append(event.is_fallback)
                 self.news.append(event.is_new)
             case Unjudged():
                 self.codecs.append(None)
@@ -148,14 +150,17 @@ def test_a_codec_that_is_offered_is_used_when_it_is_faithful_and_no_sooner() -> 
     measured = [fidelity("offered", 9.0), *verdict(0.5).measured]
     assert world.used(Verdict(0, measured)) is SHAPE
     assert world.news == [True, True], "its refusal is told"
+    assert world.fallbacks == [False, False], "the configured codec is still used"
     measured[0] = fidelity("offered", 0.9)
     assert world.used(Verdict(0, measured)) is SHAPE, "there is no room to spare"
     measured[0] = fidelity("offered", 0.5)
     assert world.used(Verdict(0, measured)) is offered
     assert world.manager.budget_nbytes == 20_099
+    assert world.used(Verdict(0, [fidelity("offered", 9.0), *verdict(9.0).measured])) is FINER
+    assert world.fallbacks == [False, False, False, False, True]
     world.guard.reset()
     assert world.manager.shape is FINER
-    assert world.codecs == ["coarse", "coarse", "coarse", "offered", None]
+    assert world.codecs == ["coarse", "coarse", "coarse", "offered", "finer", None]
 
 
 def recheck(world: World, *divergences: float) -> MemoryShape:

@@ -56,6 +56,13 @@ def seen(worker: Any) -> tuple[int, list[str], list[str]]:
     return taken, [] if half.guard is None else [form.codec for form in half.guard._formats], sorted(stored - {"exact"})
 
 
+def has_judged_profile(worker: Any) -> bool:
+    from manthan.vllm_hooks.worker.half import running_half
+
+    guard = running_half().guard
+    return guard is not None and guard._formats[0].codec == "klt-8x" and guard._was_judged
+
+
 def talk(engine: Engine, seeds: range, **hints: Any) -> None:
     """Hold a session with each seed, and have all of them go cold."""
     before = engine.sessions("cold")
@@ -129,8 +136,10 @@ def test_a_profile_that_the_guard_refuses_leaves_the_codec(path: Path, engine: E
     left = path.with_suffix(f".{2**22 + 1}")
     left.write_text("by a process that is gone: no process has that number")
     seed = talk_until(engine, 0, lambda: not left.exists())
-    talk_until(engine, seed, lambda: engine.metric("manthan_codec_fallback") == 1)
+    seed = talk_until(engine, seed, lambda: engine.on_worker(has_judged_profile))
+    talk(engine, range(seed, seed + 1))  # in whose steps the scheduler hears of it
     engine.reset(cold=False)
+    assert engine.metric("manthan_codec_fallback") == 0, "the codec that the configuration asks for is still used"
     assert engine.on_worker(seen)[2] == ["wht-4x", "wht-5x"]
     assert not path.exists()
     assert from_vllm_config(configured()).codec.name == "wht-5x"

@@ -111,13 +111,14 @@ def tell_verdict(found: "Judged") -> None:
     said = ", then ".join(map(_fidelity, verdict.measured[: found.choice + 1]))
     if verdict.compute_s:
         said += f"; the model computes a token in {verdict.compute_s * 1e6:.3g} us"
-    if found.choice == 0:
-        logger.info(f"Manthan: codec {found.codec} is faithful on this model: {said}")
+    if not found.is_fallback:
+        stays = f"codec {verdict.measured[0].codec} is not used, and " if found.choice else ""
+        logger.info(f"Manthan: {stays}codec {found.codec} is faithful on this model: {said}")
         return
     why = "takes longer to decode than this model to compute" if found.is_slow else "is not faithful on this model"
     instead = "all tokens are kept exact" if found.codec == EXACT else f"{found.codec} is used instead"
     logger.warning(
-        f"Manthan: codec {verdict.measured[0].codec} {why}, and {instead}; choose another with "
+        f"Manthan: codec {verdict.measured[found.configured].codec} {why}, and {instead}; choose another with "
         f"`codec: {{name: ...}}`, or keep this one with `codec: {{guard: false}}`. Measured: {said}"
     )
 

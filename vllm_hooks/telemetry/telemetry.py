@@ -187,7 +187,7 @@ class Telemetry:
         found = self._judged
         if found is None:
             return "none"
-        return "faithful" if not found.choice else "slow" if found.is_slow else "unfaithful"
+        return "faithful" if not found.is_fallback else "slow" if found.is_slow else "unfaithful"
 
     @property
     def measured_blocks(self) -> int:
@@ -213,7 +213,7 @@ class Telemetry:
         ratio = usage.pool_nbytes / usage.saved_nbytes if usage.saved_nbytes else shape.ratio
         noise: dict[str, float] = {}
         if self._judged is not None:
-            of = self._judged.verdict.measured[0]
+            of = self._judged.verdict.measured[min(self._judged.choice, self._judged.configured)]
             worst = of.logit_noise.max()
             noise = {"logits": of.logit_noise.mean(), "worst_layer": worst, "values": of.value_noise.max()}
         return {
@@ -228,5 +228,5 @@ class Telemetry:
             "cold_store_up": {"": float(self.store_is_up)},
             "compression_ratio": {"": round(ratio, 4)},
             "codec_noise": {name: round(float(value), 6) for name, value in noise.items()},
-            "codec_fallback": {"": float(self._judged is not None and self._judged.choice > 0)},
+            "codec_fallback": {"": float(self._judged is not None and self._judged.is_fallback)},
         }
