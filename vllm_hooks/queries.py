@@ -119,7 +119,7 @@ class Queries:
         )
 
     def _tiers(self, saved: int, budget: int) -> list[TierState]:
-        """Return each tier's state. saved, budget: bytes saved in all tiers together, and allowed in all tiers."""
+        """Return each tier's state. saved, budget: bytes saved, and allowed, in all tiers, without copies."""
         fronts, moved = self._half.driver.fronts, self._manager.blocks.moved_nbytes
         used = [saved - moved[tier] for tier in range(len(fronts))]
         used.append(saved if fronts.keeps_behind else saved - used[0])

@@ -151,11 +151,11 @@ class RedisConfig(_Model):
 
 
 class TiersConfig(_Model):
-    """Tiers of the cold store, which has the KV of idle sessions, with the bytes of each; see docs/configuration.md.
+    """Tiers of the cold store of idle sessions' KV, and the bytes of each tier; see docs/configuration.md.
 
-    host_bytes: RAM in a second tier. Behind device, this RAM has the blocks that no longer fit into GPU memory. In
+    host_bytes: RAM of one more tier. Behind device, this RAM has the blocks that no longer fit into GPU memory. In
     front of disk or redis, it has copies of recently stored or read blocks. disk_bytes: disk in front of redis, for
-    further copies. drain_s: seconds after SIGTERM to save idle sessions.
+    further copies. drain_s: most seconds after SIGTERM to save idle sessions.
     """
 
     shorthand = "kind"
@@ -233,7 +233,7 @@ class ApiConfig(_Model):
 
 
 class TenantsConfig(_Model):
-    """Tenants: shares of the cold store, and HTTP header with a request's tenant. isolate: True to share no blocks."""
+    """Tenants: limits in the cold store, and HTTP header with a request's tenant. isolate: True to share no blocks."""
 
     shares: Shares = Field(
         default={},
@@ -246,7 +246,7 @@ class TenantsConfig(_Model):
 
 
 class SealingConfig(_Model):
-    """File of keys that seal (encrypt) stored blocks, and on a disk the list of sessions."""
+    """File of keys that seal (encrypt) stored blocks, and a disk's list of sessions."""
 
     shorthand = "key_file"
 
@@ -256,7 +256,7 @@ class SealingConfig(_Model):
 class ManthanConfig(_Model):
     """Whole configuration. `model_dump(mode="json")` returns valid input of `model_validate`.
 
-    ordering: order of waiting requests. admission_s: most seconds to put a request behind others for what it computes.
+    ordering: order of waiting requests. admission_s: most seconds that a request with much to compute is put back.
     memory_bytes: memory of vLLM and Manthan together, if CPU and GPU share one memory.
     """
 

@@ -50,8 +50,8 @@ class Tier(ABC):
     Any number of threads may call `put_all`, `read` and `absent` at once. These methods may wait for the medium. The
     methods `drop`, `trim` and `cleared` do no I/O, because the worker's thread that runs the model calls them.
 
-    In all methods `group` is the index of a KV cache group, `keys` are block hashes, and `tenant` is the name of the
-    blocks' owner, empty for no tenant.
+    In all methods `group` is the index of a KV cache group, `keys` are block hashes, and `tenant` is a tenant's
+    name, empty for none.
     """
 
     can_trim = False  # True if `trim` cuts blocks; False if blocks stay whole
@@ -94,7 +94,7 @@ class Tier(ABC):
 
         In a tier of a single engine, the blocks are absent from now on. The tier erases the bytes soon, on a thread,
         and before it uses the room again. A tier that engines share (Redis) keeps the blocks, because other engines may
-        need them. `redis_sessions.DELETED` has the causes of drops for which blocks are deleted there, too.
+        need them. Deletion there is not by `drop`: see `redis_sessions.DELETED`.
 
         Args:
             group, keys: See the class.

@@ -124,10 +124,10 @@ def _is_answer(own: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def lossy_prefill_tokens(params: object) -> float:
-    """Return the number of a prompt's first tokens whose KV may be lossy in the engine that did the prefill.
+    """Return how many of a prompt's first tokens may have had lossy KV in the cache of the engine that did the prefill.
 
-    That engine's answer says how many tokens are lossy, but not which. If any are, return the number of all its cached
-    tokens, infinity if unknown. Return 0 if none are, or without an answer.
+    That engine's answer says how many tokens are lossy, but not which. If any are, return how many of the prompt's
+    tokens were cached there, infinity if unknown. Return 0 if none are, or without an answer.
     """
     if not isinstance(params, Mapping) or not _is_answer(own := params.get(EXTRA_KEY)) or not own["lossy_tokens"]:
         return 0
@@ -160,7 +160,7 @@ def hints_of(request: "Request") -> Hints:
 def merged_hints(params: object, envelope: "KvHintsEnvelope | None") -> Hints:
     """Return the client's hints, and those hints of an orchestrator that do not contradict the client's.
 
-    A client or action with a bad hint counts as without hints. Of several actions with the same hint, the last counts.
+    A bad hint voids all hints of its client or action. Of several actions with the same hint, the last counts.
     """
     try:
         hints = _hints_in(params)
@@ -190,7 +190,7 @@ def merged_hints(params: object, envelope: "KvHintsEnvelope | None") -> Hints:
 
 
 def _said(params: object) -> set[str]:
-    """Names of the hints to which the client, or a gateway by its header, gave a value."""
+    """Names of the keys to which the client, or a gateway by its header, gave a value."""
     own = params.get(EXTRA_KEY) if isinstance(params, Mapping) else None
     return {name for name, value in own.items() if value is not None} if isinstance(own, Mapping) else set()
 

@@ -72,7 +72,7 @@ class GroupCache:
 
     @property
     def measured(self) -> tuple[PagedMemory, list[BlockFormat]]:
-        """Memory and formats for the guard. Bytes of further layers are left out, unless they have latents' scales."""
+        """Memory and formats for the guard. `opaque` is left out, unless it has latents' scales."""
         if self.shape.is_raw or (self.shape.scales and self.shape.scales.place):
             return self.memory, [*self.forms]
         forms = [form.without_bytes() for form in self.forms]
@@ -234,7 +234,7 @@ class WorkerHalf:
     def _is_found(self, group: KvCacheGroup, kv_caches: Mapping[str, torch.Tensor]) -> bool:
         """Return False if a codec should encode the group, but this worker cannot find the group's layout in memory.
 
-        Only groups with latents, or with layers stored as bytes, are tried, because their attention may write in an
+        Only groups with latents, or with `opaque` layers, are tried, because their attention may write in an
         unusual way. The scheduler half asks the workers which groups are therefore stored as bytes.
         """
         if group.opaque is None and not group.latent:
@@ -260,7 +260,7 @@ class WorkerHalf:
             return GroupCache(layers, [self._format(codec, group, NO_FACTS, namespace)], [0])
         group = replace(group, layers=len(layers))  # layers that share a cache count once
         rope, codecs = None, (codec, *finer_codecs(codec))
-        if not group.latent and group.context.ranks == 1:  # else a rank's next token is not the session's next
+        if not group.latent and group.context.ranks == 1:  # for 1 rank, whose next token is the session's next
             rope = running_rope(self._vllm_config, group.spec.head_size, takes_facts(config.name), group.names)
         forms = [self._format(each, group, self._facts(each, group, rope), namespace) for each in codecs]
         return GroupCache(layers, forms, sorted(memory.exact_counts(config, group).values()), opaque, rope)
@@ -285,7 +285,7 @@ class WorkerHalf:
             raise ConfigError(str(error)) from None
 
     def _engine(self, groups: Mapping[int, GroupCache], store: Tier | None, keeps: bool) -> Engine:
-        """Return an engine that encodes on the GPU, or on the CPU's cores if `codec_backend` says so.
+        """Return an engine that encodes on the GPU, or on the CPU's cores unless `is_on_gpu`.
 
         groups: the main group first. store: tiers that outlive the engine, or that another rank has; None without
         either. keeps: see Engine.
