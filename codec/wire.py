@@ -279,7 +279,7 @@ def peek_sections(data: ByteArray, front: Front) -> tuple[Section, ...]:
 
 def field_cause(offset: int) -> str:
     """Return the `WireError.cause` for a header with a wrong byte at `offset`."""
-    return next(cause for cause, end in FIELD_ENDS if offset < end)
+    return next((cause for cause, end in FIELD_ENDS if offset < end), "size")
 
 
 FIELD_ENDS = (

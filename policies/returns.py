@@ -44,8 +44,8 @@ class Returns(EvictionPolicy):
 
     From requests, a model (see return_model) learns which sessions return, and when. The Gittins index of a session is
     the chance that the session returns, divided by the expected seconds of waiting, if the wait ends at the best
-    moment. It is not divided by the session's bytes. Superseded sessions are evicted before all others. Users choose
-    the subclass `Mixture`.
+    moment. It is not divided by the session's bytes. Superseded sessions are evicted first. Users choose the
+    subclass `Mixture`, in which lru may lead instead.
 
     Age is the time since a session's last use, and is cut into pieces (AGES). A session has one index for each piece.
     `victims` ranks a session anew after the session has passed into another piece. With n sessions, each call of

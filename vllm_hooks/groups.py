@@ -279,13 +279,13 @@ class Groups(NamedTuple):
         """True if vLLM would find blocks that are prefetched (loaded before a request comes).
 
         All groups must have the same hashes. If vLLM computes `again` blocks again, vLLM finds the blocks of a sliding
-        window only with another block behind the window.
+        window only with another block after the window.
         """
         return self.is_even and not (self.again and any(1 < each.reach < EVERY for each in self.at_points))
 
     @property
     def last_tokens(self) -> int:
-        """Number of prompt tokens that vLLM computes on a full hit: 1; 0 with `again` and several stored groups."""
+        """Number of last prompt tokens that vLLM never looks up: 1; 0 with `again` and several stored groups."""
         return 0 if self.again and self.others else 1
 
     def deepest(self, depth: int) -> int:
@@ -307,8 +307,8 @@ class Groups(NamedTuple):
         """Return the most blocks, of all groups, that a request of `tokens` tokens uses.
 
         in_flight: most tokens of a request in steps that vLLM has scheduled and that have not ended. In a group of
-        states, a request has the last block, the next block, and a block for each token that a draft proposes. A group
-        that is not stored counts as one block.
+        states, a request has the last block, the next block, and those of `_further`. A group that is not stored counts
+        as one block.
         """
         main = -(-tokens // self.main.tokens) if self.is_whole else 0
         others = 0
@@ -316,17 +316,18 @@ class Groups(NamedTuple):
             looked_back = tokens if each.group.is_state else min(tokens, each.reach + in_flight)
             blocks = -(-looked_back // each.group.tokens)
             others += min(blocks, 2) if each.group.is_state else blocks + (looked_back < tokens)
-        return main + others + len(self.unstored) + self._proposed
+        return main + others + len(self.unstored) + self._further
 
     def taken(self, tokens: int, requests: int) -> int:
         """Return the most blocks, of all stored groups, that a step takes from the pool for its tokens and requests."""
         sizes = self._sizes if self.is_whole else self._sizes[1:]
-        return sum(-(-tokens // size) + requests for size in sizes) + requests * self._proposed
+        return sum(-(-tokens // size) + requests for size in sizes) + requests * self._further
 
     @property
-    def _proposed(self) -> int:
-        """Number of blocks of states that a request has for tokens proposed by a draft."""
-        return sum(getattr(each.group.spec, "num_speculative_blocks", 0) for each in self.at_points)
+    def _further(self) -> int:
+        """Number of blocks of states for tokens that a draft proposes, and for vLLM's checkpoints in a prefill."""
+        names = "num_speculative_blocks", "num_prefill_checkpoint_blocks"
+        return sum(getattr(each.group.spec, name, 0) for each in self.at_points for name in names)
 
     @property
     def _sizes(self) -> list[int]:

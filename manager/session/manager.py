@@ -943,8 +943,8 @@ class SessionManager:
         can_shrink = (blocks.users[rows] < users) & (blocks.status[rows] == SAVED) & (blocks.pins[rows] == 0)
         can_shrink &= (blocks.tenant[rows] == blocks.tenant_number(session.tenant)) & (blocks.group[rows] == main)
         rows = rows[can_shrink & (self.sink_tokens(rows, main) < self.shape.block_tokens)]
-        rows = rows[np.lexsort((-blocks.depth[rows], blocks.users[rows]))][:MOST_HEADS]
-        rows = rows[self._pool_marks(rows) == Mark.EXACT] if len(rows) else rows
+        rows = rows[np.lexsort((-blocks.depth[rows], blocks.users[rows]))]
+        rows = rows[self._pool_marks(rows) == Mark.EXACT][:MOST_HEADS] if len(rows) else rows
         rows = rows[: int(np.searchsorted(np.cumsum(blocks.nbytes[rows].astype(np.int64)), needed)) + 1]
         self._heads.difference_update(rows.tolist())
         return self._begin(rows, session, is_pressed=False, exact=self.sink_tokens(rows, main)).plans

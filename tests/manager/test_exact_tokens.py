@@ -3,6 +3,8 @@
 import pytest
 from talks import Talks, name
 
+from manthan.manager.pool import Mark
+from manthan.manager.session import manager
 from manthan.manager.session.table import Shares
 
 
@@ -42,3 +44,19 @@ def test_a_head_makes_way_for_one_that_more_sessions_share() -> None:
             talks.talk(f"p {last}", last)
         talks.rest()
     assert exact(talks, "s", "s t", "p") == [16, 0, 16]
+
+
+def test_heads_whose_resident_kv_is_lossy_keep_no_other_head_from_making_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "MOST_HEADS", 1)
+    talks = Talks(capacity=40)
+    for _ in range(3):
+        for last in "xy":
+            talks.talk(f"s t {last}", last)
+        talks.rest()
+    assert exact(talks, "s", "s t") == [16, 16]
+    talks.pool.marks.set(talks.pool.lookup(0, [name("s t")]), Mark.DECODED, None)
+    for _ in range(3):
+        for last in "klmn":
+            talks.talk(f"p {last}", last)
+        talks.rest()
+    assert exact(talks, "s", "s t", "p") == [0, 16, 16]

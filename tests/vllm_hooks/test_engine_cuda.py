@@ -374,6 +374,25 @@ def test_stores_that_raise_are_answered_once_and_take_no_room(
     assert world.store(order(5))[0].failed == {}
 
 
+def test_a_store_without_room_for_some_blocks_and_an_error_for_the_rest_is_answered_once(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make()
+    assert next(n for n in count() if world.store(order(n, TOKENS))[0].failed) < 30
+    real, calls = world.tiers.take, count(1)
+
+    def second_time(*args: Any) -> Any:
+        if next(calls) == 2:
+            raise RuntimeError("no room can be looked for")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.tiers, "take", second_time)
+        [result] = world.store(order(30, TOKENS, block_id=30, blocks=3))
+    assert result.failed == {0: "store_full", 1: "internal", 2: "internal"}
+    assert not world.engine._waiting
+
+
 @pytest.mark.parametrize("reached", [None, 0], ids=["before", "while they are encoded"])
 def test_stores_on_a_gpu_that_breaks_are_answered_once_and_take_no_room(
     make: Callable[..., World], reached: int | None
@@ -475,6 +494,21 @@ def test_stores_wait_for_a_secondary_tier_and_are_given_back_when_their_blocks_a
     [result] = world.reports().results
     assert (result.job_id, result.failed) == (first.job_id, {2: "needed"})
     assert world.load(first.block_hashes[:2], [40, 41]).failed == {}
+
+
+def test_blocks_that_cannot_be_read_for_the_secondary_tier_are_answered(
+    second: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = second(40)
+
+    def unreadable(stored: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.tiers.host, "read", unreadable)
+        assert world.store(order(0, blocks=2))[0].failed == {0: "internal", 1: "internal"}
+    assert (used(world.tiers), world.engine._writing) == (0, 0)
+    assert world.store(order(0, blocks=2))[0].failed == {}
 
 
 def test_a_store_that_is_larger_than_the_primary_tier_goes_through_it(second: Callable[..., World]) -> None:

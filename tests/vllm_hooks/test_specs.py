@@ -102,6 +102,11 @@ def test_each_token_that_is_proposed_has_a_block_of_states() -> None:
     assert Groups(MAIN, [state]).taken(100, 3) == 7 + 3 + 7 + 3 + 3 * 3
 
 
+def test_a_checkpoint_in_a_prefill_has_a_block_of_states() -> None:
+    spec = MambaSpec(shapes=((2, 3),), dtypes=(torch.float32,), block_size=16, num_prefill_checkpoint_blocks=1)
+    assert Groups(MAIN, [at_points(3, spec)]).held(1000, in_flight=256) == 63 + 2 + 1
+
+
 def test_a_draft_has_the_last_block_found_computed_again() -> None:
     """What is needed besides it is needed a block before."""
     plain, drafted = Groups(MAIN, [WINDOW, STATE]), Groups(MAIN, [WINDOW, STATE], again=1)

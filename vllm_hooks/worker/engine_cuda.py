@@ -293,23 +293,25 @@ class CudaEngine(Engine):
         job, refused = storing.job, list[int]()
         codecs = self.codecs[job.group]
         codec = next((codec for codec in codecs if codec.format.codec == job.codec), codecs[0])
-        with self._lock:
-            self._erase()
-            for exact, some in groupby(job.exacts(codec.layout.tokens)[storing.planned :]):
-                count, nbytes = len(list(some)), codec.form(exact).nbytes
-                if self._primary is not None:
-                    self._primary.evict(nbytes, count)
-                taken, moved = self.tiers.take(nbytes, count)
-                demotions += moved
-                encodings += self._split(storing, codec, exact, taken)
-                end, storing.planned = storing.planned + count, storing.planned + len(taken)
-                if self._primary is not None and storing.planned < end:
-                    break
-                refused += range(storing.planned, end)
-                storing.planned = end
-            waits = encodings or self._encodings or self._writing or (self._primary and self._primary.pins)
-        if refused:
-            self._refuse_blocks(storing, refused, STORE_FULL)
+        try:
+            with self._lock:
+                self._erase()
+                for exact, some in groupby(job.exacts(codec.layout.tokens)[storing.planned :]):
+                    count, nbytes = len(list(some)), codec.form(exact).nbytes
+                    if self._primary is not None:
+                        self._primary.evict(nbytes, count)
+                    taken, moved = self.tiers.take(nbytes, count)
+                    demotions += moved
+                    encodings += self._split(storing, codec, exact, taken)
+                    end, storing.planned = storing.planned + count, storing.planned + len(taken)
+                    if self._primary is not None and storing.planned < end:
+                        break
+                    refused += range(storing.planned, end)
+                    storing.planned = end
+                waits = encodings or self._encodings or self._writing or (self._primary and self._primary.pins)
+        finally:  # an error in a later run leaves no block without an answer
+            if refused:
+                self._refuse_blocks(storing, refused, STORE_FULL)
         if not waits:
             self._refuse_rest(storing, STORE_FULL)
 
@@ -450,8 +452,12 @@ class CudaEngine(Engine):
 
     def _write(self, encoding: Encoding, secondary: Tier, good: Mapping[int, Stored], failed: dict[int, str]) -> None:
         """Copy encoded blocks to the secondary tier, on the secondary tier's thread."""
-        bufs = {at: encoding.tier.read(stored) for at, stored in good.items()}
-        sizes, causes = self._put(secondary, encoding.storing.job, bufs)
+        sizes: Mapping[int, Sequence[int]] = {}
+        try:
+            bufs = {at: encoding.tier.read(stored) for at, stored in good.items()}
+            sizes, causes = self._put(secondary, encoding.storing.job, bufs)
+        except Exception as error:  # any error costs these blocks, not the store's answer
+            causes = dict.fromkeys(good, cause_of(error))
         self._written.append(partial(self._enter, encoding, good, sizes, failed | causes))
 
     def _enter(
