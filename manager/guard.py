@@ -1,6 +1,7 @@
 """Choice of the codec by measurements on KV of the served model.
 
-Blocks are encoded with the finest lossy codec until every rank has measured enough blocks. Measuring continues, and may
+Blocks are encoded with the finest lossy codec until every rank has measured enough blocks, unless an earlier server's
+guard has chosen the configured codec on the same weights. Measuring continues, and may
 change the choice to a finer or a coarser codec. A recheck computes a restored prompt again, and gives the divergence
 between the predictions of the next token behind restored and computed KV. Rechecks can only refuse codecs.
 """
@@ -28,9 +29,14 @@ class Choice(NamedTuple):
 
 
 class Guard:
-    """Chooses the codec. choices: the configured codec, then finer codecs, and last "exact"."""
+    """Chooses the codec. choices: the configured codec, then finer codecs, and last "exact".
 
-    def __init__(self, manager: SessionManager, choices: Sequence[Choice], ranks: int) -> None:
+    is_approved: true if an earlier server's guard has chosen the configured codec. It is then used from the start.
+    """
+
+    def __init__(
+        self, manager: SessionManager, choices: Sequence[Choice], ranks: int, is_approved: bool = False
+    ) -> None:
         self._manager, self._choices, self._ranks = manager, list(choices), ranks
         self._finest = len(choices) - 2
         self._verdicts: dict[int, Verdict] = {}
@@ -39,8 +45,8 @@ class Guard:
         self._configured = 0  # index of the configured codec
         self._divergences: deque[float] = deque(maxlen=RECHECKS)
         self._coarsest = 0  # index of the first choice that rechecks have not refused
-        self._used = self._finest
-        self._use(self._finest)
+        self._used = 0 if is_approved else self._finest
+        self._use(self._used)
 
     def answered(self, verdicts: Sequence[Verdict]) -> None:
         """Take ranks' newest measurements. Given all, use the coarsest codec that suits; if one failed, the finest."""

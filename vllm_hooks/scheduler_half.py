@@ -63,9 +63,16 @@ from manthan.vllm_hooks.messages import Candidate, ManthanMetadata, ManthanWorke
 from manthan.vllm_hooks.ordering import ReturnsFirstQueue, StepLimit
 from manthan.vllm_hooks.queries import METHOD, Queries
 from manthan.vllm_hooks.rechecks import Rechecks
-from manthan.vllm_hooks.settled import CALIBRATES, settled_profile
+from manthan.vllm_hooks.settled import APPROVED, CALIBRATES, settled_profile
 from manthan.vllm_hooks.support import UnsupportedError
-from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard, tell_left_out, tell_rechecks
+from manthan.vllm_hooks.telemetry.log import (
+    announce,
+    check_capacity,
+    tell_approved,
+    tell_guard,
+    tell_left_out,
+    tell_rechecks,
+)
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import abort_at_shutdown, settings
@@ -238,8 +245,12 @@ class SchedulerHalf:
         self.pool = VllmPool(pool, block_tokens | {self._group: self._block_size}, event)
         self.guard: Guard | None = None
         if (codec := self.config.codec).guard:
-            tell_guard(codec.name, [codec.name, *finer_codecs(codec.name)][-1])
-            self.guard = Guard(self.manager, self._choices, self._ranks)
+            is_approved = bool(settings(self._vllm_config).get(APPROVED))
+            if is_approved:
+                tell_approved(codec.name)
+            else:
+                tell_guard(codec.name, [codec.name, *finer_codecs(codec.name)][-1])
+            self.guard = Guard(self.manager, self._choices, self._ranks, is_approved)
         self.driver = Driver(
             self.manager,
             self.pool,

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.manthan")
 
 ASKED, DIGEST, FAULT = "manthan_codec_asked", "manthan_profile_digest", "manthan_kernel_fault"
-CALIBRATES = "manthan_profile_to_make"
+CALIBRATES, APPROVED = "manthan_profile_to_make", "manthan_codec_approved"
 """Keys in the settings that vLLM hands to its processes. Values: the codec as configured; the digest of the chosen
-codec's profile; why kernels are not used; and the path of a profile to make from prompts. The last three may be empty.
+codec's profile; why kernels are not used; the path of a profile to make from prompts; and, after a guard's choice of
+the codec on these weights, true. All but the first may be empty.
 """
 PROBE_S = 60.0  # most seconds to compile a kernel, to see if the compiler works
 SHARED = "this GPU shares the CPU's memory"  # reason to encode on the CPU, so that the model has the GPU alone
@@ -82,6 +83,7 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
         heads, head_dim = latent // piece_dim(latent), piece_dim(latent)
     check_profile(chosen, model.model, model.get_num_layers(parallel), heads, head_dim, latent)
     extra[CALIBRATES] = _calibrates(vllm_config, asked) if chosen.name == PLAIN and asked.name == AUTO else ""
+    extra[APPROVED] = chosen.is_approved
     settled = asked.model_copy(update={"name": chosen.name, "profile": str(chosen.path or "")})
     extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": settled.model_dump(mode="json")}
     extra[DIGEST] = "" if chosen.profile is None else chosen.profile.digest

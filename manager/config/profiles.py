@@ -24,16 +24,21 @@ logger = logging.getLogger("vllm.manthan")
 
 AUTO = "auto"  # value of codec.name that stands for CALIBRATED if the model has a profile, and else for PLAIN
 CALIBRATED, PLAIN = "klt-8x", "wht-5x"
+TRAFFIC = "attention"  # metric of profiles from traffic. They are found here once a guard has chosen CALIBRATED
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 @dataclass(frozen=True)
 class ChosenCodec:
-    """Name of a codec, and the profile with its path if the codec needs one."""
+    """Name of a codec, and the profile with its path if the codec needs one.
+
+    is_approved: true if a server has made the profile from its traffic, and its guard has chosen the codec.
+    """
 
     name: str
     path: Path | None = None
     profile: Profile | None = None
+    is_approved: bool = False
 
 
 def choose_codec(
@@ -67,7 +72,8 @@ def choose_codec(
         if named or (path.exists() and has_weights(model, revision)):
             profile = Profile.load(path)
             profile.for_rank(0, ranks)
-            return ChosenCodec(name, path, profile)
+            is_approved = profile.info.metric == TRAFFIC and name == CALIBRATED and not named
+            return ChosenCodec(name, path, profile, is_approved)
     except ProfileError as error:
         why = str(error).rstrip(".")
         if not is_auto or named:

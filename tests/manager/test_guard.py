@@ -27,7 +27,7 @@ def verdict(coarse: float, finer: float = 0.1, rank: int = 0) -> Verdict:
 
 
 class World:
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, ranks: int = 1, is_approved: bool = False) -> None:
         self.talks = Talks(holds=True)
         self.manager = self.talks.manager
         self.codecs: list[str | None] = []
@@ -36,7 +36,7 @@ class World:
         self.news: list[bool] = []
         self.manager.events.subscribe(self._happened)
         choices = [Choice(SHAPE, 10_099), Choice(FINER, 9_999), Choice(WHOLE, 8_888)]
-        self.guard = Guard(self.manager, choices, ranks)
+        self.guard = Guard(self.manager, choices, ranks, is_approved)
 
     def _happened(self, event: Event) -> None:
         match event:
@@ -68,6 +68,16 @@ def test_sessions_go_cold_before_a_verdict_in_the_finest_codec() -> None:
     assert world.manager.budget_nbytes == 9_999
     assert world.used(verdict(0.5)) is SHAPE
     assert world.stored("two") == [("", [0, 0], 200)]
+
+
+def test_a_codec_that_an_earlier_server_approved_is_used_at_once_until_it_is_refused_or_weights_are_new() -> None:
+    world = World(is_approved=True)
+    assert world.stored("one") == [("", [0, 0], 200)]
+    assert world.used(verdict(1.5)) is FINER
+    world = World(is_approved=True)
+    world.guard.reset()
+    assert world.manager.shape is FINER
+    assert world.used(verdict(0.5)) is SHAPE
 
 
 def test_it_opens_and_closes() -> None:

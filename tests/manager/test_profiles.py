@@ -1,6 +1,7 @@
 """The codec that a configuration means, and profiles that are missing, damaged or of something else."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import profiles
@@ -65,6 +66,18 @@ def test_auto_is_what_there_is_a_profile_for() -> None:
     chosen = choose_codec(CodecConfig(name="auto"), MODEL)
     assert chosen.name == "klt-8x"
     assert chosen.profile is not None
+
+
+@pytest.mark.parametrize(("metric", "is_approved"), [("attention", True), ("fisher", False)])
+def test_only_a_profile_from_traffic_is_approved_and_only_for_the_codec_that_a_guard_chose(
+    metric: str, is_approved: bool
+) -> None:
+    path = profile_path(MODEL)
+    made = saved(path)
+    Profile.of(replace(made.info, metric=metric), made.ranks).save(path)
+    assert choose_codec(CodecConfig(name="auto"), MODEL).is_approved is is_approved
+    assert not choose_codec(CodecConfig(name="klt-12x"), MODEL).is_approved
+    assert not choose_codec(CodecConfig(name="auto", profile=str(path)), MODEL).is_approved
 
 
 def test_a_profile_that_nobody_named_is_used_for_the_weights_that_it_was_made_of() -> None:

@@ -125,9 +125,9 @@ def test_new_blocks_use_the_profile_old_ones_return_and_the_next_start_has_it(
     info = Profile.load(path).info
     assert (info.metric, info.divergences[2]) == ("attention", pytest.approx(DIVERGENCES[2]))
     assert settings(configured())[CALIBRATES] == ""
-    for next_one in start_engine(blocks=131, idle=0.1, codec={"guard": False}, tiers={"max_bytes": "64MiB"}):
+    for next_one in start_engine(blocks=131, idle=0.1, tiers={"max_bytes": "64MiB"}):
         talk(next_one, range(2))
-        assert next_one.on_worker(seen) == (0, [], ["klt-8x"])
+        assert next_one.on_worker(seen) == (0, ["klt-8x", "wht-5x", "wht-4x"], ["klt-8x"]), "before the guard's verdict"
 
 
 def test_a_profile_that_the_guard_refuses_leaves_the_codec(path: Path, engine: Engine) -> None:

@@ -97,6 +97,11 @@ def tell_guard(configured: str, finest: str) -> None:
     )
 
 
+def tell_approved(codec: str) -> None:
+    """Log that the codec is used before the guard's verdict, because the guard of an earlier server has chosen it."""
+    logger.info(f"Manthan: codec {codec} is used at once: with these weights an earlier server has found it faithful")
+
+
 def tell_left_out() -> None:
     """Log that a codec's profile is made without the prompts of tenants."""
     logger.info(

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from manthan.codec.profile import Profile, ProfileInfo
 from manthan.codec.rope import Rope
 from manthan.manager.calibration.traffic import TrafficBuilder, output_energies
-from manthan.manager.config.profiles import model_folder
+from manthan.manager.config.profiles import TRAFFIC, model_folder
 from manthan.vllm_hooks.compat import wrap
 from manthan.vllm_hooks.groups import KvCacheGroup
 from manthan.vllm_hooks.messages import ManthanMetadata
@@ -50,7 +50,7 @@ class Calibrator:
         self.every, self.wanted, self._offer = EVERY, max(WANTED, 2 * heads * dim), offer
         self._attentions = [modules[name].impl for name in group.names]
         self._folder = model_folder(model.model, model.revision)
-        self._info = ProfileInfo(model.model, len(group.names), heads, dim, rope, "attention")
+        self._info = ProfileInfo(model.model, len(group.names), heads, dim, rope, TRAFFIC)
         self._builder: list[TrafficBuilder] = []  # empty until rows are added. Each reset begins a new list
         self._device = device
         self._threads = JobThreads(1, "manthan-calibrate", allowed_cpus() if device.type == "cpu" else ())
