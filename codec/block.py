@@ -131,7 +131,7 @@ class DecodedShard(NamedTuple):
     first_head: int  # among the model's KV heads
     heads: int
     numbers: tuple[Numbers, ...]  # as in `BlockShape.arrays`
-    ignored: int = 0  # bytes behind the base and the good refinements
+    ignored: int = 0  # bytes behind the block's sections and its good refinements, which make decoded numbers finer
 
 
 PIECE = 128  # most numbers of a piece of a latent
@@ -274,7 +274,7 @@ class BlockFormat:
         return exact
 
     def _heads_of(self, header: BlockHeader) -> tuple[int, int]:
-        """Return a block's first head and count of heads. Blocks with latents or opaque bytes have all heads."""
+        """Return a block's first head and number of heads: this format's for blocks with latents or opaque bytes."""
         if header.sections and not (self.shape.latent or self.shape.is_raw or self.shape.opaque):
             return header.sections[0].first_head, header.sections[0].heads
         return self.first_head, self.shape.heads
@@ -335,7 +335,9 @@ class BlockFormat:
         block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
         behind = block.ignored + sum(body.size for body in block.refinements)
         if behind and not any(codec.levels > 1 for codec in self._codecs.values()):
-            raise WireError(f"{behind} bytes stand behind a block whose codec {self.codec} has one level.", "trailing")
+            raise WireError(
+                f"{behind} bytes stand behind a block whose codec {self.codec} has no refinements.", "trailing"
+            )
         self.exact_of(block.header)
         arrays = self.shape.arrays
         found: list[list[Numbers]] = [[] for _ in arrays]
@@ -361,7 +363,10 @@ class BlockFormat:
         return codec.scaled(scales.of(arrays, self.shape)[:, :, first : first + section.tokens])
 
     def joined(self, shards: Iterable[DecodedShard]) -> tuple[Numbers, ...]:
-        """Return the arrays of this format's heads. Raises SizeError unless each head is in exactly one shard."""
+        """Return the arrays of this format's heads.
+
+        Raises SizeError unless each head is in exactly one shard, and each shard has some of these heads.
+        """
         wanted, heads = sorted(shards, key=itemgetter(0)), self.shape.heads
         if [shard[:2] for shard in wanted] == [(self.first_head, heads)]:
             return wanted[0].numbers
@@ -378,7 +383,10 @@ class BlockFormat:
             filled = here.stop
         if filled != heads:
             found = [shard[:2] for shard in wanted]
-            raise SizeError(f"shards of heads {found} do not make up {heads} heads from {self.first_head} on.")
+            raise SizeError(
+                f"shards of (first head, number of heads) {found} do not make up {heads} heads from {self.first_head}"
+                " on."
+            )
         return arrays
 
 

@@ -193,12 +193,12 @@ class Judged(Event, frozen=True):
     verdict: Verdict  # of the worst rank
     choice: int  # index in `Guard`'s choices of the codec used from now on
     codec: str  # name of this codec
-    is_new: bool  # true if the last decision was for another codec, and for the first decision with these codecs
-    configured: int = 0  # index of the configured codec; codecs before it were offered later
+    is_new: bool  # true if the previous decision was for another codec, or if none was made with these codecs
+    configured: int = 0  # index of the configured codec. A choice before it is no fallback
 
     @property
     def is_fallback(self) -> bool:
-        """True if the configured codec is not used."""
+        """True if a codec behind the configured one is used."""
         return self.choice > self.configured
 
     @property

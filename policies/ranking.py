@@ -17,8 +17,9 @@ class Entry(Struct, order=True, gc=False):
 
 
 class Ranking:
-    """Keys, least number first; of equal ones least `age`, a time or count. Each key takes O(log n) on average.
+    """Keys, least number first; of equal ones least `age`, a time or count.
 
+    To set or yield a key takes O(log n) on average.
     A heap keeps outdated entries until they come to the front. `set` rebuilds a large heap of mostly outdated entries.
     """
 

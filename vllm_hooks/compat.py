@@ -421,7 +421,9 @@ class Lookups:
         windows, states = (
             any(isinstance(each, kind) for each in self._managers) for kind in (SlidingWindowManager, MambaManager)
         )
-        self._thins = windows and not states  # True if only some window blocks enter the prefix cache; see `_enter`
+        # With None vLLM keeps windows and states up to the answer's end, not only up to the prompt's.
+        self._interval, self._coordinator.retention_interval = self._coordinator.retention_interval, None
+        self._thins = windows and not states and self._interval is not None  # see `_enter`
         self._asker: Asker | None = None
         wrap("vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled", manager, self._ask)
         wrap("vllm.v1.core.block_pool.BlockPool.get_cached_block", self._pool, self._serve)
@@ -461,15 +463,16 @@ class Lookups:
             self._cached(request, manager.req_to_blocks.get(name, ()), first)
 
     def _enter(self, cache_blocks: Callable[..., None], request: Any, num_computed_tokens: int) -> None:
-        """Enter blocks into the prefix cache: before the prompt's end as vLLM does by default, behind it all blocks.
+        """Enter blocks into the prefix cache: before the prompt's end as vLLM would, behind it all blocks.
 
-        Of windows, vLLM by default enters only those at the end of a prompt, or of a prefix that prompts share. The
-        pool reuses the other window blocks at once. Unsaved blocks in the prefix cache are overwritten last.
+        Of windows, vLLM by default enters only those at the end of a prompt, or of a prefix that prompts share; with
+        `--prefix-cache-retention-interval` more or all. The pool reuses the other window blocks at once. Unsaved blocks
+        in the prefix cache are overwritten last.
         """
         coordinator = self._coordinator
         size = coordinator.scheduler_block_size
         if self._thins and (end := (request.num_prompt_tokens - 1) // size * size):
-            coordinator.retention_interval = 0
+            coordinator.retention_interval = self._interval
             try:
                 cache_blocks(request, min(num_computed_tokens, end))
             finally:

@@ -93,8 +93,6 @@ def configure(arguments: "EngineArgs", make: "Callable[[], VllmConfig]", from_co
         complete(vllm_config)
         check_supported(vllm_config)
         settle_codec(vllm_config)
-        # With None vLLM keeps windows and states up to the answer's end, not only up to the prompt's.
-        vllm_config.cache_config.prefix_cache_retention_interval = None
         keys_of(from_vllm_config(vllm_config).sealing)
         check_disk(vllm_config)
         check_redis(vllm_config)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
 METHOD = "manthan_query"  # name of the utility call that the engine core offers to API servers
-ORDER = 50  # most sessions that the answer to "state" names: the first in the eviction policy's order
+ORDER = 50  # limit of sessions named in the answer to "state": the next ones to evict, by the policy's order
 UNKNOWN, NOT_NOW, ASLEEP = 404, 409, 503  # HTTP statuses of refusals
 
 Answer = dict[str, Any]  # mapping with the key `refused`: HTTP status, and a sentence
@@ -46,7 +46,7 @@ class Queries:
         return to_json(self.answer(what, asked), inf_nan_mode="constants", fallback=str)  # str: options of a policy
 
     def answer(self, what: str, asked: dict[str, Any]) -> Any:
-        """Return the answer to a question; or act on a session, and return the session or a refusal.
+        """Return the answer to a question; or act on a session, and return it. "session" and actions may be refused.
 
         Args:
             what: "sessions", "session", "state", "recheck" or "rechecked"; or an action of `Driver.steer`.
@@ -119,7 +119,10 @@ class Queries:
         )
 
     def _tiers(self, saved: int, budget: int) -> list[TierState]:
-        """Return each tier's state. saved, budget: bytes saved, and allowed, in all tiers, without copies."""
+        """Return each tier's state.
+
+        saved, budget: bytes saved, and allowed, in all tiers. Copies that front tiers hold count in neither.
+        """
         fronts, moved = self._half.driver.fronts, self._manager.blocks.moved_nbytes
         used = [saved - moved[tier] for tier in range(len(fronts))]
         used.append(saved if fronts.keeps_behind else saved - used[0])

@@ -176,8 +176,9 @@ class Batch(NamedTuple):
     written by `encode` if sizes vary, read by `verify`. headers: uint8 [n, bytes of header and section entries], with
     the form's sizes. turns: cosines, then sines, of RoPE, float32 [n, 2, tokens, pairs]; no pairs without RoPE. status:
     int32 [n], written by the codec and read by `decode`. ends, levels: only for codecs with refinements, which follow a
-    coarse base and make the numbers finer. ends: int64 [n, 4], end in the encoded block of the base and of each lossy
-    refinement, 0 for missing ones. levels: int32 [n], number of usable lossy refinements, written by `verify`.
+    coarse base and make the numbers finer. ends: int64 [n, 4], end in the encoded block of the base and of each
+    refinement that leaves numbers lossy, 0 for missing ones. levels: int32 [n], number of these refinements that are
+    usable, written by `verify`.
     """
 
     exact: int
@@ -240,8 +241,8 @@ class Turns:
 class PagedCodec(ABC):
     """Encodes and decodes blocks of a paged cache, on the current CUDA stream, without waiting for the device.
 
-    buffer: buffer of encoded blocks, uint8 [nbytes], contiguous, on the caches' device, aligned to 16 bytes. rope: RoPE
-    that the codec undoes, or None. Raises ShapeError if `layout` and `format` have different shapes.
+    The methods' `buffer` has the encoded blocks: uint8 [nbytes], contiguous, on the caches' device, aligned to 16
+    bytes. rope: RoPE that the codec undoes, or None. Raises ShapeError if `layout` and `format` have different shapes.
     """
 
     def __init__(self, layout: PagedLayout | RawLayout, format: BlockFormat, rope: Rope | None = None) -> None:

@@ -133,7 +133,7 @@ class StoresBegun(NamedTuple):
 
     plans: list[Store]
     taken: int  # number of rows, from the first on, whose blocks are in the stores
-    is_gone: bool = False  # true if the stores end because the pool lacked the next row's block, or had it decoded
+    is_gone: bool = False  # true if the next row's block was absent from the pool, or decoded, before room was made
 
 
 class Usage(NamedTuple):
@@ -204,7 +204,7 @@ class SessionManager:
         self._loading: dict[str, Rows] = {}  # by id of a load, the pinned rows: they are not dropped
         self._torn: set[int] = set()  # pinned rows to drop after their loads, because ranks may have different copies
         self._heads: set[int] = set()  # rows of the heads that are stored exact
-        self.read: Callable[[Rows], None] | None = None  # called at a load's end with its rows still saved
+        self.read: Callable[[Rows], None] | None = None  # called at a load's end with those of its rows that are saved
         self._heirs: dict[Session, None] = {}
         """Sessions to enter into the policy's order again, because others no longer share some of their blocks."""
         self._heads_only: dict[Session, None] = {}
@@ -683,7 +683,7 @@ class SessionManager:
         """Begin to store blocks, up to the first that the pool lacks or has decoded, or that finds no room.
 
         Args:
-            rows: rows of the blocks, of one group, in the order of their depths.
+            rows: rows of the blocks, of one group. The first get room first.
             is_pressed: True to drop blocks of less worth as if memory were short. Exclusive tiers drop only then.
             exact: number of first tokens of each block to store exact; None for the numbers of `_exact_tokens`.
         """
@@ -734,7 +734,10 @@ class SessionManager:
         return np.clip(self._sink - self.blocks.depth[rows].astype(np.int64) * tokens, 0, tokens)
 
     def _exact_tokens(self, rows: Rows, marks: NDArray[np.uint8], group: int, tenant: str) -> NDArray[np.int64]:
-        """Return the number of each block's first tokens to store exact: all in exact heads, if their share allows."""
+        """Return the number of each block's first tokens to store exact.
+
+        Shared heads with exact KV in the pool are exact as a whole, if the heads' share of the budget allows.
+        """
         shape, counts = self.shape.groups[group], self.sink_tokens(rows, group)
         if counts.any():
             counts[~np.isin(counts, list(shape.bounds))] = 0  # a recurrent state has no tokens to keep exact
@@ -914,8 +917,8 @@ class SessionManager:
     def _replace_heads(self, session: Session) -> list[Store]:
         """Begin to store again, exact, a session's lossy heads of which the pool has exact KV. Return the stores.
 
-        At most MOST_HEADS heads are stored again each time that the session is saved. Exact heads have a share of the
-        budget. If the share is full, exact heads that fewer sessions share are stored again, lossy, to make room.
+        At most MOST_HEADS of these heads are stored again each time that the session is saved. Exact heads have a share
+        of the budget. If it is full, exact heads that fewer sessions share are stored again, lossy, to make room.
         """
         blocks, rows, shape = self.blocks, session.rows, self.shape.groups[self.shape.main]
         if not self.shape.stores_main or shape.tokens not in shape.bounds or not self.shares.heads:
@@ -1130,7 +1133,8 @@ class SessionManager:
     def _family_head(self, session: Session) -> int:
         """Return the number of a session's first blocks that a relative shares and still needs.
 
-        Such a relative is pinned, keeps ranges, or is in the policy's order. Its running requests' prompts count, too.
+        Such a relative is pinned, has first blocks that hints keep, or is in the policy's order. Its running requests'
+        prompts count, too.
         """
         shared = 0
         for one in self.table.relatives(session):

@@ -117,6 +117,17 @@ def test_old_keys_open_until_they_are_removed(seal: Seal) -> None:
     assert read(seal("k2"), tenant="acme") == ["right"] + ["seal"] * 19
 
 
+def test_engines_that_share_a_redis_change_a_key_in_two_restarts_that_lose_nothing(tmp_path: Path) -> None:
+    """As docs/security.md says. All know the new key before it seals, and the last line, which makes names, stays."""
+    files = [("old",), ("old", "new", "old"), ("new", "old", "old")]
+    before, between, after = (sealer(tmp_path, *names) for names in files)
+    assert (
+        before.name("chat") == between.name("chat") == after.name("chat") != sealer(tmp_path, "old", "new").name("chat")
+    )
+    for writer, reader in ((before, between), (between, before), (between, after), (after, between)):
+        assert reader.open(writer.seal(b"KV", "acme", "key"), "acme", "key") == b"KV"
+
+
 def test_no_two_values_have_a_key_and_a_nonce_in_common(tmp_path: Path) -> None:
     sealers = [sealer(tmp_path, "k1") for _ in range(3)]
     values = [one.seal(b"the same", tenant, "key") for one in sealers for tenant in ("", "acme") for _ in range(25)]

@@ -109,6 +109,7 @@ def test_a_name_is_one_s_own(server, table) -> None:
         found = ask(server, tenant, prompt, "chat", {"priority": 1})
         assert found.blocks == 0
         assert is_told(found, "chat")
+    wait_until_saved(server)
     for name in ("left/chat", "/left/chat", "chat"):
         told = ask(server, "", table(59).question(1)[0], name, {"release": True}).told
         assert told is not None
