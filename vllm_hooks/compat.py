@@ -416,14 +416,12 @@ class Lookups:
     def __init__(self, manager: "KVCacheManager", marks: Marks, half: "SchedulerHalf") -> None:
         from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SlidingWindowManager
 
+        kinds = SlidingWindowManager, MambaManager
         self._coordinator, self._pool = manager.coordinator, manager.block_pool
         self._managers, self._marks, self._half = manager.coordinator.single_type_managers, marks, half
-        windows, states = (
-            any(isinstance(each, kind) for each in self._managers) for kind in (SlidingWindowManager, MambaManager)
-        )
         # With None vLLM keeps windows and states up to the answer's end, not only up to the prompt's.
         self._interval, self._coordinator.retention_interval = self._coordinator.retention_interval, None
-        self._thins = windows and not states and self._interval is not None  # see `_enter`
+        self._thins = self._interval is not None and any(isinstance(each, kinds) for each in self._managers)
         self._asker: Asker | None = None
         wrap("vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled", manager, self._ask)
         wrap("vllm.v1.core.block_pool.BlockPool.get_cached_block", self._pool, self._serve)
@@ -465,9 +463,9 @@ class Lookups:
     def _enter(self, cache_blocks: Callable[..., None], request: Any, num_computed_tokens: int) -> None:
         """Enter blocks into the prefix cache: before the prompt's end as vLLM would, behind it all blocks.
 
-        Of windows, vLLM by default enters only those at the end of a prompt, or of a prefix that prompts share; with
-        `--prefix-cache-retention-interval` more or all. The pool reuses the other window blocks at once. Unsaved blocks
-        in the prefix cache are overwritten last.
+        Of windows and states, vLLM by default enters only those at the end of a prompt, or of a prefix that prompts
+        share; with `--prefix-cache-retention-interval` more or all. The pool reuses the others' blocks at once. Unsaved
+        blocks in the prefix cache are overwritten last.
         """
         coordinator = self._coordinator
         size = coordinator.scheduler_block_size

@@ -15,7 +15,7 @@ parents, children or further kin.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import compress, count, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -548,9 +548,10 @@ class SessionManager:
         for _ in range(min(len(self.to_order), 1 + len(self.to_order) // BEHIND)):
             call, rows = self.to_order.popleft()
             rows = rows[self.blocks.is_saved(rows)]
-            if self.points.is_needed:  # another group's block may have the row by now
-                rows = rows[self.blocks.group[rows] == self.shape.session_group]
-            call(self.shape.main, self.blocks.hashes(rows))
+            edges = np.flatnonzero(np.diff(self.blocks.group[rows])) + 1
+            for part in np.split(rows, edges)[::-1]:  # of several calls of `Pool.lead`, the last one's blocks are first
+                if len(part):
+                    call(self.pool_group(int(self.blocks.group[part[0]])), self.blocks.hashes(part))
             if call == self.pool.forget:
                 self.runway.forget()
 
@@ -622,14 +623,18 @@ class SessionManager:
     def _save_next_overwritten(self, room: int, wanted: int, now: float) -> list[Store]:
         """Begin to store the unsaved blocks that the pool overwrites next, and have their idle sessions saved.
 
-        Whole sessions are not saved if resume points are needed, or exclusive tiers are full. An idle session for which
-        no room can be made is worth less than all sessions in the tiers. It is cut before its first block without room,
-        and the pool may overwrite its further blocks.
+        Blocks that no session needs, such as states in the middle of a prompt, are never saved. The pool overwrites
+        them next. Whole sessions are not saved if resume points are needed, or exclusive tiers are full. An idle
+        session for which no room can be made is worth less than all sessions in the tiers. It is cut before its first
+        block without room, and the pool may overwrite its further blocks.
         """
-        main = self.shape.main
-        unsaved = self.pool.unsaved(wanted + self.runway.ahead) if self.shape.stores_main else ()
-        hashes = dict.fromkeys(each.block_hash for each in unsaved if each.group == main)  # a block may have copies
-        rows = self.blocks.find(main, list(hashes))
+        main, unsaved = self.shape.main, dict[int, dict[bytes, None]]()
+        for each in self.pool.unsaved(wanted + self.runway.ahead) if self.shape.stores_main else ():
+            unsaved.setdefault(each.group, {})[each.block_hash] = None  # a block may have copies
+        found = {group: self.blocks.find(group, list(hashes)) for group, hashes in unsaved.items()}
+        for group, rows in found.items():
+            self.pool.give_up(group, list(compress(unsaved[group], (rows < 0).tolist())))
+        rows = found.get(main, np.empty(0, np.int32))
         rows = rows[rows >= 0]
         saved = rows[self.blocks.is_saved(rows)][:wanted]
         self.pool.keep(main, self.blocks.hashes(saved))
@@ -884,7 +889,8 @@ class SessionManager:
     def lead_overwritten(self, most: int) -> None:
         """Have the pool overwrite at most `most` saved blocks of cold sessions next, in the policy's order of sessions.
 
-        Each session's last blocks are overwritten first, and blocks that sessions share after all others.
+        Of each session, blocks of its resume points are overwritten first, then its other blocks, the last first.
+        Blocks that sessions share are overwritten after all others.
         """
         if not self.shape.stores_main:
             return
@@ -900,6 +906,7 @@ class SessionManager:
                 self.table.resident.leave(session.session_id)
             else:
                 chosen.append((session.number, depth))
+                rows += [point.rows for point in session.points if len(point.sessions) == 1]
                 rows.append(session.rows[:depth][::-1])
                 count += depth
         if chosen != self._led:

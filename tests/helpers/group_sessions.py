@@ -39,7 +39,7 @@ def engine(job: dict[str, Any]) -> LLM:
     torch._dynamo.config.disable = (
         True  # for log-probabilities vLLM compiles a function, which takes longer than all else
     )
-    more: dict[str, Any] = {"skip_tokenizer_init": True}
+    more: dict[str, Any] = {"skip_tokenizer_init": True, "prefix_cache_retention_interval": None}
     if job["manthan"] is not None:
         more["kv_transfer_config"] = kv_transfer_config(**job["manthan"])
     return LLM(
@@ -51,7 +51,6 @@ def engine(job: dict[str, Any]) -> LLM:
         block_size=32,
         seed=0,
         enable_prefix_caching=True,
-        prefix_cache_retention_interval=None,
         disable_log_stats=False,
         **(more | job["engine"]),
     )

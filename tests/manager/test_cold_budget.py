@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from integrity import check_empty, check_integrity
-from talks import Talks, last_words, names
+from talks import Talks, last_words, name, names
 
 from manthan.manager.events import DropCause, GivenUp
 
@@ -81,6 +81,21 @@ def test_blocks_that_were_given_up_and_used_again_are_overwritten_last(given_up:
     pool.hold(held)
     pool.free(held[::-1])
     assert pool.runway(6) == 2, "only what is saved comes before them"
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_blocks_that_no_session_needs_are_given_up_when_memory_is_short(group: int) -> None:
+    """States in the middle of a prompt, say. Else they would stay for as long as anything saved can be overwritten."""
+    talks = Talks(capacity=20, **SHORT)
+    unneeded = [name("unneeded0"), name("unneeded1")]
+    block_ids = talks.pool.take(2)
+    for number, block_id in enumerate(block_ids):
+        talks.pool.cache(block_id, group, unneeded[number], number)
+    talks.pool.free(block_ids)
+    talks.go_cold("a b", "c d")
+    talks.talk("e f", "e f")
+    assert talks.resident("a b") == talks.resident("c d") == talks.resident("e f") == 2
+    assert talks.pool.lookup(group, unneeded) == [-1, -1]
 
 
 # -- a full tier that need not hold what the pool holds -----------------------------------------------
