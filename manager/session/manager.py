@@ -156,7 +156,8 @@ class SessionManager:
         policy: class that orders the sessions with compressed blocks; the first lose theirs first.
         capacity_nbytes: hard budget of the tiers, all ranks together.
         idle_after_s: seconds from the end of a session's last request until the session is saved.
-        min_tokens: least length of a session, rounded up to blocks. Shorter sessions are forgotten when idle.
+        min_tokens: least length of a session, rounded up to blocks. Shorter sessions are forgotten once no request of
+            theirs runs.
         label: part of the ids of sessions without a name, different for each engine.
         shares: shares of the budget for pinned sessions, for tenants, and for first blocks that sessions share.
         sink_tokens: number of first tokens of each session that are kept exact.
@@ -843,7 +844,7 @@ class SessionManager:
             session.refused_until = now + self.idle_after_s * 2**session.refusals
 
     def store_is_back(self) -> None:
-        """Have all refused sessions saved without a longer wait, because the tier answers again."""
+        """Have refused sessions without a running request saved after the usual wait: the tier answers again."""
         for session in self.table.by_id.values():
             if session.refusals and not session.requests:
                 session.refusals, session.refused_until = 0, 0.0
@@ -1088,7 +1089,7 @@ class SessionManager:
 
         The session is cut before the dropped blocks, with one exception. If memory is not short (not `is_pressed`), a
         session that is not cold, or any session with exclusive tiers, keeps resident blocks that were not decoded. Such
-        blocks can be stored again. If memory is short, this would be done whenever the pool is about to overwrite them.
+        blocks can be stored again. If memory is short, none is kept: it would soon be stored again.
         First blocks that relatives share are dropped after the last blocks of all these relatives.
         """
         before = self.free_nbytes
@@ -1273,7 +1274,7 @@ class SessionManager:
             self.table.changed = {}
 
     def forget_resident(self, now: float) -> None:
-        """Note that the pool has lost all KV. Sessions keep their blocks up to the first that is not saved."""
+        """Note that the pool has lost all KV. Cut each session at its deepest resume point before an unsaved block."""
         for session in list(self.table.by_id.values()):
             self._stop_saving(session)
             saved = self.blocks.saved_prefix(session.rows)

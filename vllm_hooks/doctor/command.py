@@ -41,7 +41,9 @@ def examine(
     url: Annotated[str, typer.Option(help=f"Ask this server, too; its API key is read from {KEY_ENV}.")] = "",
     chat_template: Annotated[str, typer.Option(metavar="FILE", help="As vLLM's --chat-template, for MODEL.")] = "",
     block_size: Annotated[int | None, typer.Option(metavar="N", help="As vLLM's --block-size, for MODEL.")] = None,
-    of_families: Annotated[bool, typer.Option("--families", help="Print the stored form of each family.")] = False,
+    of_families: Annotated[
+        bool, typer.Option("--families", help="Only list how the KV of model families is stored.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check what a server needs. The exit status is 1 if something is wrong.
@@ -144,7 +146,10 @@ def _print(found: list[Finding]) -> None:
 
 
 def _check_server(url: str) -> Iterator[Finding]:
-    """Ask Manthan's API at this URL for state and settings. A server without an API key may refuse the host name."""
+    """Ask Manthan's API at this URL for state and settings.
+
+    A server without an API key may refuse the URL's host name.
+    """
     try:
         state, config = ask(url, "/state"), ask(url, "/config")
     except AskError as error:
