@@ -8,7 +8,7 @@ import pytest
 import torch
 from loaded import load_config
 from vllm.platforms import current_platform
-from vllm.third_party.pynvml import NVMLError_NotSupported
+from vllm.third_party import pynvml
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.tiers.arena import GRANULE
@@ -106,7 +106,7 @@ def integrated(monkeypatch: pytest.MonkeyPatch, store: dict[str, Any], backend: 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(type(current_platform), "is_integrated_gpu", classmethod(lambda cls: True), raising=False)
     machine, found = Gpu(monkeypatch, store, backend, memory, **cache), SimpleNamespace(total_memory=100 * GIB)
-    unsupported = MagicMock(side_effect=NVMLError_NotSupported)
+    unsupported = MagicMock(side_effect=pynvml.NVMLError_NotSupported)
     monkeypatch.setattr(type(current_platform), "get_device_total_memory", unsupported)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     return machine
