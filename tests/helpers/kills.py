@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
 from vllm_engine import BLOCK, Answer, Engine, Table, process_of
 
 from manthan.vllm_hooks.compat import ask_cores
@@ -71,6 +72,8 @@ class Kills:
         finally:
             for process in processes:
                 os.kill(process, signal.SIGKILL)
+            while not all(map(is_over, processes)):  # on a busy machine that takes a while, and the disk is in use
+                time.sleep(LOOK_S)
             engine.stop()
 
     def _return_all(self, engine: Engine) -> None:
@@ -115,6 +118,14 @@ class Kills:
         finally:
             engine.stop()
         self.wrong = [guest for guest in self.wrong if asked[guest] == question(guest)[1]]
+
+
+def is_over(process: int) -> bool:
+    """True if a process has ended. A parent that is no more cannot take note of it."""
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def question(guest: int) -> tuple[str, str]:
