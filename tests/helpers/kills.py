@@ -121,10 +121,10 @@ class Kills:
 
 
 def is_over(process: int) -> bool:
-    """True if a process has ended. A parent that is no more cannot take note of it."""
+    """True if all threads of a process have ended. The first one stays if the parent is no more."""
     try:
-        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE and len(os.listdir(f"/proc/{process}/task")) < 2
+    except (psutil.NoSuchProcess, FileNotFoundError):
         return True
 
 
