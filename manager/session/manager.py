@@ -143,7 +143,7 @@ class Usage(NamedTuple):
     points: int  # number of resume points whose blocks of windows and states are all saved
     unsaved_blocks: int  # number of unsaved blocks of sessions, resume points and requests
     saved_blocks: int
-    exact_blocks: int  # number of saved blocks with exact tokens
+    exact_blocks: int  # number of saved blocks of which at least one token is stored exact
     pool_nbytes: int  # bytes that the saved blocks take in the pool when resident
     saved_nbytes: int  # bytes of the compressed blocks
     budget_nbytes: int  # budget of the tiers
@@ -996,7 +996,9 @@ class SessionManager:
         return int(share * self.budget_nbytes) - used
 
     def _make_room(self, bounds: NDArray[np.int64], session: Session, is_pressed: bool) -> int:
-        """Trim and drop compressed blocks until new blocks fit, or until the policy's order reaches `session`.
+        """Trim compressed blocks, then drop some, until new blocks fit.
+
+        Dropping stops at `session` in the policy's order. Trimming does not stop there: it may cut refinements of any session without a running request.
 
         Return the number of new blocks, from the first on, that fit together. Only the tenant's own blocks make room in
         a full share of the session's tenant. bounds: most bytes of each new block. is_pressed: see `_begin`.
