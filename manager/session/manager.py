@@ -998,7 +998,8 @@ class SessionManager:
     def _make_room(self, bounds: NDArray[np.int64], session: Session, is_pressed: bool) -> int:
         """Trim compressed blocks, then drop some, until new blocks fit.
 
-        Dropping stops at `session` in the policy's order. Trimming does not stop there: it may cut refinements of any session without a running request.
+        Dropping stops at `session` in the policy's order. Trimming does not stop there: it may cut refinements of any
+        session without a running request.
 
         Return the number of new blocks, from the first on, that fit together. Only the tenant's own blocks make room in
         a full share of the session's tenant. bounds: most bytes of each new block. is_pressed: see `_begin`.
