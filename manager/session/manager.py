@@ -549,6 +549,8 @@ class SessionManager:
         for _ in range(min(len(self.to_order), 1 + len(self.to_order) // BEHIND)):
             call, rows = self.to_order.popleft()
             rows = rows[self.blocks.is_saved(rows)]
+            if call != self.pool.lead and self.points.is_needed:  # another group's block may have the row by now
+                rows = rows[self.blocks.group[rows] == self.shape.session_group]
             edges = np.flatnonzero(np.diff(self.blocks.group[rows])) + 1
             for part in np.split(rows, edges)[::-1]:  # of several calls of `Pool.lead`, the last one's blocks are first
                 if len(part):
