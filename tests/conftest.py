@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -49,8 +50,11 @@ def no_profile_stays() -> Iterator[None]:
 
 
 def pytest_runtest_setup() -> None:
-    """Let tests hear what is logged: vLLM, once imported, keeps it to itself."""
+    """Let tests hear what is logged: vLLM, once imported, keeps it to itself. Give each test the same random tensors
+    whenever it runs."""
     logging.getLogger("vllm").propagate = True
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
