@@ -34,7 +34,7 @@ from manthan.manager.transfer import NEEDED, RESET, STORE_DOWN, Answers, Transfe
 if TYPE_CHECKING:
     from manthan.manager.session.persist import JournalLink, RedisLink
 
-A_STEP = 512  # a step begins stores only while fewer blocks are being stored: about as many as a GPU encodes in a step
+A_STEP = 512  # a step begins stores only while fewer blocks are being stored. A GPU encodes about this number in a step
 LOW_WATERMARK, HIGH_WATERMARK = 0.1, 0.25
 """Watermarks of the number of blocks in the free queue before the first unsaved block, as shares of the pool.
 

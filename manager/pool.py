@@ -1,8 +1,8 @@
 """Interface to the block pool of vLLM or of the simulator: block ids, the prefix cache, and the free queue.
 
 A resident block is in the prefix cache. A saved block has a compressed copy in a tier, such as RAM or a disk. From its
-head on, the free queue has blocks without a hash, then saved blocks of the main KV cache group (whose block hashes make
-up sessions), then all others. The pool hands out blocks from the head, to be overwritten.
+head on, the free queue has blocks without a hash, then saved blocks of all groups and blocks given up, then all others.
+The pool hands out blocks from the head, to be overwritten.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +41,7 @@ class _Lossy(Struct, frozen=True, gc=False):
 
 
 class Marks:
-    """Mark and owner of each block of a pool, by block id. A new block is EXACT. watch: gets ids of lossy blocks."""
+    """Marks and owners of blocks of a pool, by block id. A new block is EXACT. watch: gets ids of new lossy blocks."""
 
     def __init__(self, watch: Callable[[Iterable[int]], None] = lambda block_ids: None) -> None:
         self._watch = watch

@@ -30,10 +30,10 @@ class Transfer:
     block_hashes: Sequence[bytes]  # in the order of the tokens
     block_ids: NDArray[np.int32]  # blocks of the paged cache to read or write
     first_token: int = 0  # of a store, position in the session of the first block's first token; 0 for a load
-    exact_tokens: int = 0  # of a store, position in the session where its losslessly stored part ends; 0 if none
+    exact_tokens: int = 0  # of a store, position in the session where the blocks' lossless first tokens end; 0 if none
     codec: str = ""  # of a store, name of the blocks' codec; empty for the configured codec
     mark: Mark = Mark.EXACT  # of a store, origin of the blocks' KV, written into their headers
-    tenant: str = ""  # owner of the blocks
+    tenant: str = ""  # tenant of the session
     request_id: str | None = None  # of a load, the waiting request; None for a prefetch, which no request waits for
 
     def __len__(self) -> int:

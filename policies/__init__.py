@@ -1,6 +1,6 @@
 """Eviction policies, which order sessions (conversations) by facts about each (`SessionView`), and do nothing else.
 
-Policies have names: Manthan's own, and classes that other packages register as entry points in ENTRY_POINT_GROUP.
+A policy is Manthan's own, or a class that another package registers as an entry point in ENTRY_POINT_GROUP.
 """
 
 import difflib
@@ -33,7 +33,7 @@ def policy_names() -> list[str]:
 def get_policy(name: str) -> type[EvictionPolicy]:
     """Return the policy class of this name. A policy of another package is imported.
 
-    Raises: UnknownPolicyError, whose message has all names. BadPolicyError for a policy of another package.
+    Raises: UnknownPolicyError, whose message has all names. BadPolicyError if another package's policy is unusable.
     """
     if name in BUILTIN:
         return BUILTIN[name]

@@ -13,7 +13,7 @@ from manthan.policies.ranking import Ranking
 class SessionView(NamedTuple):
     """Facts about a session. Times are seconds on the manager's clock.
 
-    A session that goes on from the middle of another counts `created`, `uses` and `gap` from the other's requests on.
+    A session that continues from the middle of another starts with the other's `created`, `uses` and `last_used`.
     """
 
     session_id: str
@@ -50,7 +50,7 @@ class PolicyOptions(BaseModel):
 class EvictionPolicy(ABC):
     """Order of sessions, first victim first. A policy decides, and the session manager acts.
 
-    Some instances decide which sessions first lose compressed blocks in a tier (a store of such blocks). The rest
+    Some instances decide which sessions first lose compressed blocks in a tier, or refinements of these. The rest
     decide which sessions' blocks vLLM overwrites first, among blocks with a compressed copy. Each priority of sessions
     has its instances, and so has each tenant with a quota. An instance is told when a session enters, is used, and
     leaves. The scheduler's thread makes all calls. None may wait, do I/O or raise, and each should take O(log n).

@@ -17,7 +17,7 @@ class Entry(Struct, order=True, gc=False):
 
 
 class Ranking:
-    """Keys, least number first; of equal ones least `age`, a time or count.
+    """Keys, the least number first. Among keys with equal numbers, the least `age` is first: a time or a count.
 
     To set or yield a key takes O(log n) on average.
     A heap keeps outdated entries until they come to the front. `set` rebuilds a large heap of mostly outdated entries.

@@ -199,7 +199,7 @@ class Mixture(Returns):
         self._contest = Contest(("returns", "lru"), "lru")
         self._running: dict[str, SessionView] = {}  # sampled sessions whose newest request is not simulated yet
         self._told: dict[str, tuple[int, float]] = {}  # `uses` and `created` at a sampled session's last simulation
-        self._origins: dict[float, str] = {}  # sessions that another, with the same `created`, continues, by `created`
+        self._origins: dict[float, str] = {}  # by `created`: superseded session, whose successor has the same `created`
         self._mask = 0  # bits of a session's hash that are 0 for sampled sessions
         self._room = 0.0  # bytes of all but the last used session in a full cache, a moving average
         self._looks = 0

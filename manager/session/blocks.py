@@ -341,7 +341,7 @@ class BlockTable:
         gone = gone[(self.holds[gone] == 0) & (self.pins[gone] == 0) & (self.status[gone] == 0)]
         self.freed(gone)
         self._index.ravel()[self._slot[gone]] = _GONE
-        self.group[gone] = -128  # no group's number, so that `_probe` never finds the row
+        self.group[gone] = -128  # no group's number, so that an old copy of the row matches no group
         self._free[self._free_count : self._free_count + len(gone)] = gone
         self._free_count += len(gone)
 
@@ -369,7 +369,7 @@ class BlockTable:
         return droppable
 
     def reserve(self, rows: Rows, bounds: ArrayLike, tenant: str) -> None:
-        """Note the begin of a store of rows. bounds: most bytes of each. A block saved before will be replaced."""
+        """Note the begin of a store of rows. bounds: most bytes of each. Blocks saved before stay until `save`."""
         new = rows[(self.status[rows] & SAVED) == 0]
         self.tenant[new] = self.tenant_number(tenant)
         self.status[rows] |= STORING

@@ -71,7 +71,7 @@ SESSION_IDS = f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to 
 
 
 class TokenRange(BaseModel):
-    """Tokens of a session from `start` to before `end`, whose compressed blocks are kept for `seconds`."""
+    """Tokens from `start` to before `end` of a session. Their compressed blocks, and all before, are kept `seconds`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -92,10 +92,10 @@ class Hints(BaseModel):
     pin: True keeps the compressed blocks when others are dropped; False ends a pin. keep: ranges of tokens, each kept
     for a time. ttl_s: seconds after the last use until the session is forgotten. priority: sessions of lower priority
     are dropped before those of higher priority, under every policy; 0 without any hint. release: drop the session at
-    this request's end. expect_return_s: approximate seconds from this request's end until the client returns; None to
-    learn these from earlier waits for `tool`. prefetch: ids of sessions about to be used. parent_session_id: session
-    that this session works for. quality: "exact" if this request takes exact KV only, "high" to take also KV decoded
-    from blocks of level `HIGH` or finer (see `Level`), "any" to take all decoded KV; None for the configured quality.
+    this request's end, unless another of its requests runs. expect_return_s: approximate seconds from this request's
+    end until the client returns; None to learn from waits for `tool`. prefetch: ids of sessions about to be used.
+    parent_session_id: session that this session works for. quality: "exact" to take exact KV only, "high" also KV from
+    blocks of level `HIGH` or finer (see `Level`), "any" all decoded KV; None for the configured quality.
     store: False if no KV of this and later requests of the session may reach a tier; True to allow this again.
     """
 
@@ -289,8 +289,8 @@ class SaidBySession:
     def _count(self, hint: str, session: Session, rows: Rows) -> str:
         """Count the bytes of a session's first blocks `rows` and of its resume points as pinned, if there is room.
 
-        A block counts with the codec's largest size if it is not saved, or is stored exact because sessions share it.
-        Return the reason for a refusal of `hint`, which tells nothing of other tenants; empty if there is room.
+        First take the spare resume points from the session. A block counts with the codec's largest size if not saved,
+        or if exact because sessions share it. Return a refusal's reason, without facts of other tenants; else empty.
         """
         manager, blocks, tenant = self._manager, self._manager.blocks, session.tenant
         manager.points.leave_spare(session, DropCause.ABANDONED)

@@ -471,7 +471,7 @@ class SessionManager:
         return Transfer(job_id, "load", group, list(hashes), block_ids, tenant=tenant, request_id=request_id)
 
     def load_finished(self, load_id: str, failed: Sequence[BlockName] = ()) -> None:
-        """Unpin the rows of a load. failed: unreadable blocks, which are dropped unless a further load reads them."""
+        """Unpin a load's rows. Drop blocks that no session has, and `failed` (unreadable) ones that no load reads."""
         rows = self._loading.pop(load_id, NO_ROWS)
         blocks = self.blocks
         groups, hashes = zip(*failed, strict=True) if failed else ((), ())
@@ -963,7 +963,7 @@ class SessionManager:
         return self._begin(rows, session, is_pressed=False, exact=self.sink_tokens(rows, main)).plans
 
     def _heads_left(self, tenant: str) -> float:
-        """Return the bytes left to exact heads of their share of the budget; at most those of the tenant's part."""
+        """Return free bytes of the heads' share of the budget; at most the free bytes of the tenant's part of it."""
         blocks, budget = self.blocks, self.shares.heads * self.budget_nbytes
         rows = np.array(sorted(self._heads), np.int32)
         is_exact = (blocks.status[rows] > 0) & (blocks.exact[rows] >= self.shape.block_tokens)
@@ -1093,8 +1093,8 @@ class SessionManager:
         """Drop compressed blocks from the end of a session, to free `short` bytes or all that the session can.
 
         The session is cut before the dropped blocks, with one exception. If memory is not short (not `is_pressed`), a
-        session that is not cold, or any session with exclusive tiers, keeps resident blocks that were not decoded. Such
-        blocks can be stored again. If memory is short, none is kept: it would soon be stored again.
+        session that is not cold is not cut before blocks that are resident and not decoded, because these can be stored
+        again. If memory is short, it is cut before these, too: they would soon be stored again.
         First blocks that relatives share are dropped after the last blocks of all these relatives.
         """
         before = self.free_nbytes

@@ -1,7 +1,7 @@
 """Links between engines: sessions go to the next engine by a journal on disk, and to other engines by Redis.
 
-A link never waits: threads of the journal and of the Redis client do the I/O. A resume point is a length of a session
-at which every KV cache group has the blocks needed to continue. A block is saved if a tier (RAM, disk, Redis) has it.
+After `JournalLink.adopt`, links never wait: threads of the journal and the Redis client do the I/O. A resume point is a
+length of a session at which every KV cache group has the blocks needed to continue. A block is saved if a tier has it.
 """
 
 import time
@@ -48,7 +48,7 @@ class _Link:
     def _enter_saved(
         self, rows: Rows, nbytes: ArrayLike, exact: ArrayLike, marks: ArrayLike, tenant: str, inner: Inner = ()
     ) -> None:
-        """Mark rows as saved if a session uses them and this engine has not stored them.
+        """Mark rows as saved if a session or a resume point uses them and they are neither saved nor being stored.
 
         nbytes, exact, marks, tenant: see `BlockTable.save`. inner: for the first rows; the others have no refinements.
         """

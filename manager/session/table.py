@@ -20,7 +20,7 @@ from manthan.manager.pool import Owner
 from manthan.manager.session.blocks import MOST_INNER, NO_ROWS, NOBODY, BlockTable, MemoryShape, Rows, common_prefix
 from manthan.policies import EvictionPolicy, SessionView
 
-REMEMBERED = 1024  # about how many sessions are recognized by their last block; and 2 more for each in the table
+REMEMBERED = 1024  # about the number of sessions recognized by their last block, plus 2 for each in the table
 MOST_RELATIVES = 64  # most sessions of a family, because each drop checks all of them. Later sessions do not join
 
 _NO_REQUESTS: frozenset[str] = frozenset()
@@ -200,13 +200,13 @@ class Order:
 
 
 class _Several(Struct, gc=False):
-    """Sessions with the same key. The garbage collector would have to visit a dict of tuples."""
+    """Sessions with the same key. It is no tuple, because the garbage collector would visit a dict of tuples."""
 
     sessions: tuple[Session, ...]
 
 
 class SessionsBy:
-    """Sessions by a number or text, in the order of `add`. The garbage collector visits none of them."""
+    """Sessions by a number or text, in the order of `add`. The garbage collector does not visit the sessions."""
 
     def __init__(self) -> None:
         self._found: dict[int | str, Session | _Several] = {}
@@ -302,9 +302,9 @@ class SessionTable:
             self._join(session, session.name)
 
     def join(self, session: Session, parent: str) -> None:
-        """Note the parent of a session, by name. A session without a parent and all its descendants are a family.
+        """Note the parent of a session, by name. The session joins its parent's family, which begins with the parent.
 
-        There may be no session of the parent's name. Sessions that name each other in a circle are one family.
+        A session of the parent's name may come later. A session that changes its family leaves its children behind.
         """
         session.parent = parent
         parents = list(islice(self.named(parent, session.tenant), MOST_RELATIVES))
@@ -493,8 +493,8 @@ class SessionTable:
         """Return the session with blocks that a prompt extends; None if the prompt begins a new session, or a branch.
 
         The result is the longest session whose blocks are the prompt's first blocks. With a name, a session that has
-        all the prompt's blocks goes first, because its client then asks the same prompt again. likely: session of this
-        name and tenant to try first.
+        all the prompt's blocks goes first: its client asks the same prompt again. Without a name, a longer prompt that
+        begins with blocks common to several sessions is a branch. likely: session of this name and tenant to try first.
         """
         if likely is not None and self._ends_alone(likely, rows):
             return likely
@@ -643,7 +643,7 @@ class SessionTable:
             del self._remembered[tip]
 
     def _revive(self, session: Session) -> None:
-        """Enter a remembered session again, which has left the table. It has its history and hints, but no pin."""
+        """Enter a remembered session again, which has left the table. It has no pin and no kept range."""
         if session.session_id in self.by_id:
             session.session_id = self._new_id(session.name, session.tenant)
         session.is_cold, session.refusals, session.refused_until = False, 0, 0.0
