@@ -99,7 +99,7 @@ class Lossy(Blocks):
     def lossy(
         cls, paged: PagedLayout, caches: torch.Tensor, form: Form, exact: int, rope: Rope, start: int, **more: Any
     ) -> Self:
-        """Return the job for the tokens behind the first `exact`; see `plan`. start: offset of the first section."""
+        """Return the job for the tokens behind the first `exact`; see `plan`. start: of the first lossy section."""
         layout = paged.coded
         more |= {"start": start, "first_token": exact, "block_tokens": layout.tokens, "rope_scale": rope.scale}
         return cls.plan(layout, caches, form, exact, layout.tokens - exact, **scales_of(paged, form), **more)
@@ -152,7 +152,7 @@ class CudaCodec(PagedCodec, Generic[L]):
             self._verify_lossy(lossy, batch, buffer)
 
     def decode(self, batch: Batch, buffer: torch.Tensor) -> None:
-        """Decode the batch. A good block's status becomes 0 or more if no encoder writes its bytes."""
+        """See `PagedCodec`. Lossy sections come first, so that exact tokens of an undecodable block are not written."""
         kept, lossy = self._plan(batch.exact)
         if lossy is not None:
             self._decode_lossy(lossy, batch, buffer)

@@ -7,8 +7,8 @@ adds in a different order and rounds transformed numbers to fp16, so that one in
 
 The transformed numbers are encoded in parts: a coarse base, then refinements. With the last refinement, the
 restored KV has the same bits as before; only the CPU writes and reads that part. Of a block that has it, a GPU decodes
-the parts before. A block has sections: the first `exact` tokens unchanged, in one section for each set of caches with
-equal shape and dtype, and the other tokens encoded, in one.
+the parts before. A block has exact sections (any opaque bytes, RoPE's part of all tokens for latents, and the first
+`exact` tokens), and then one encoded section with the other tokens.
 """
 
 import ctypes
@@ -39,7 +39,7 @@ ENCODING, DECODING = 4, 2
 PRODUCTS_AT_ONCE = 2**24
 """Limit for groups times components times tokens in one call of cuBLAS. One group may exceed it."""
 NUMBERS_A_WORD = 4
-"""Each part of a block has room for one 16-bit word for so many numbers. A block that needs more has coarser steps."""
+"""A row has room for one 16-bit word per NUMBERS_A_WORD numbers. If a row needs more, the block's steps get coarser."""
 LEVELS, TABLES = EXACT, levels.FALLING
 BUCKETS = 128
 """Number of equal ranges of the SCALE slots of an rANS table.
@@ -148,8 +148,8 @@ class Tables(NamedTuple):
     """Tables of the entropy coder.
 
     there: uint8, on the device: tables of the base, tables of the refinements, and the rest. For encoding, the rest is
-    the inverses of the frequencies; for decoding, the values that the integers stand for. likely_at, rest_at: byte
-    offsets of the tables of the refinements, and of the rest.
+    the inverses of the frequencies; for decoding, `levels.centres`. likely_at, rest_at: byte offsets of the tables of
+    the refinements, and of the rest.
     """
 
     there: Tensor
@@ -286,8 +286,8 @@ class KltPagedCodec(CudaCodec[tuple[LeveledSections, Model]]):
         """Return two tensors that kernels share, to be kept until the last launch, and set their addresses in the job.
 
         Returns: components as float16 [components, width], where width is blocks times tokens, rounded up to a multiple
-        of 8; bytes for the steps of blocks, the states of rANS streams, the sizes of parts, and the shifts. There is
-        a shift for each token and group, which makes the token's step larger or smaller by a power of two.
+        of 8; bytes for the steps of blocks (k), the states of rANS streams, the sizes of rows, and the shifts. There is
+        a shift j for each token and group, which makes the token's step 2**(j / 3) times as large.
         """
         job.width = -(-job.n * job.tokens // 8) * 8
         numbers = torch.empty((job.components, job.width), dtype=torch.float16, device=self.device)
@@ -326,7 +326,7 @@ class KltPagedCodec(CudaCodec[tuple[LeveledSections, Model]]):
         """Launch a kernel in which a warp takes one group of one KV block, or of several if their streams fit in it.
 
         The kernel has a thread block for each group of each KV block, but at most as many as the device holds at once.
-        Few warps of a thread block then have work, but on the whole device.
+        Thus few warps of a thread block may have work, but all multiprocessors have some.
         """
         job.tables, job.tables_nbytes = tables.there.data_ptr(), tables.there.nbytes
         job.likely_at, job.rest_at = tables.likely_at, tables.rest_at

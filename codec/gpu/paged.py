@@ -104,7 +104,7 @@ class PagedLayout:
     def raw(self) -> "list[PagedLayout]":
         """Return a layout for each run of consecutive caches of `opaque` with rows of equal size.
 
-        A cache's bytes of a block stand as one key of one token, in the dtype of `caches`.
+        A cache's bytes of a block stand as one key of one token, in the dtype of `caches`. A run has a common stride.
         """
         if self.opaque is None:
             return []
@@ -175,10 +175,10 @@ class Batch(NamedTuple):
     buffer at which each encoded block begins, a multiple of 16. nbytes: int64 [n], size of each encoded block;
     written by `encode` if sizes vary, read by `verify`. headers: uint8 [n, bytes of header and section entries], with
     the form's sizes. turns: cosines, then sines, of RoPE, float32 [n, 2, tokens, pairs]; no pairs without RoPE. status:
-    int32 [n], written by the codec and read by `decode`. ends, levels: only for codecs with refinements, which follow a
-    coarse base and make the numbers finer. ends: int64 [n, 4], end in the encoded block of the base and of each
-    refinement that leaves numbers lossy, 0 for missing ones. levels: int32 [n], number of these refinements that are
-    usable, written by `verify`.
+    int32 [n], written by all methods; `decode` reads it first. ends, levels: for codecs with refinements, which follow
+    a coarse base and make the numbers finer; else 0. ends: int64 [n, 4], end in the encoded block of the base and of
+    each refinement that leaves numbers lossy, 0 for missing ones. levels: int32 [n], number of these refinements that
+    are usable, written by `verify`, and by `decode` if it finds fewer.
     """
 
     exact: int
@@ -318,7 +318,7 @@ class PagedCodec(ABC):
     def decode(self, batch: Batch, buffer: torch.Tensor) -> None:
         """Decode the encoded blocks with status GOOD into their paged blocks. No other paged block changes.
 
-        A block's status becomes 0 to GOOD - 1 if the codec finds bytes that no encoder writes.
+        A block's status becomes 0 to GOOD - 1, and its paged block is of no use, if no encoder writes its bytes.
         """
 
 

@@ -32,7 +32,7 @@ NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 class RawPagedCodec(PagedCodec):
     """`PagedCodec` for opaque bytes. An encoded block has one section: the bytes by layer, or output of `StateCoder`.
 
-    `Batch.exact` is ignored: all blocks have `form(0)`. kernels: of the checksum; None for seal.cu's. Raises
+    `Batch.exact` does not matter: all forms are equal. kernels: of the checksum; None for seal.cu's. Raises
     CompileError, and ShapeError if the layers' sizes do not add up to a block of `format`.
     """
 

@@ -49,7 +49,7 @@ class TierBytes(NamedTuple):
         """Return the bytes that blocks of these sizes can surely take.
 
         With several sizes, a part of each tier stays free, so that free extents stay large. With two tiers, room for
-        one block stays free, because no block is split between the tiers.
+        one block of the largest size stays free, because no block is split between the tiers.
         """
         device, host = (tier - tier % GRANULE for tier in self)
         if len(sizes) > 1:
@@ -97,7 +97,7 @@ def _device_nbytes() -> int:
 def share_memory(vllm_config: "VllmConfig") -> None:
     """Set vLLM's share of the machine's memory to the part of `memory_bytes` that Manthan does not take.
 
-    Does nothing if `memory_bytes` is 0. Raises ConfigError if CPU and GPU have separate memories, if the KV pool has a
+    Do nothing if `memory_bytes` is 0. Raises ConfigError if CPU and GPU have separate memories, if the KV pool has a
     configured size, or if `memory_bytes` is too small or too large.
     """
     from vllm.platforms import current_platform
@@ -132,7 +132,7 @@ def share_memory(vllm_config: "VllmConfig") -> None:
 
 
 def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
-    """Make vLLM's KV pool smaller by Manthan's GPU memory. Raises ConfigError if nothing would be left for vLLM."""
+    """Take tier and least staging buffers from vLLM's share of each GPU. Raises ConfigError if nothing is left."""
     if not is_on_gpu(vllm_config):
         return
     cache, store = vllm_config.cache_config, from_vllm_config(vllm_config).tiers

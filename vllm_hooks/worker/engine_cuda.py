@@ -1,14 +1,14 @@
 """Engine on the GPU's cores, on side streams; compressed blocks, not bf16, cross PCIe.
 
-The model's thread never waits. Work is queued on side streams: a store's behind all the model's work so far, a load's
-behind that of earlier steps, so that a load and the step in which it begins go on together. Each chunk of work ends in
-an event, and the events are polled once a step. Blocks in GPU memory (the tier "device") are read and written in place,
-if in one extent. All other blocks pass through a staging buffer on the device. Room in the tiers is given and taken in
-the order in which the streams use the room. Where room changes hands between streams, the second stream waits for the
-first. Freed bytes are erased on a separate stream, before anything is written there.
+In a step that computes, the model's thread does not wait. Work is queued on side streams: stores behind all the model's
+work so far, decoding behind that of earlier steps, so that a load and the step in which it begins go on together. Each
+chunk of work ends in an event, and the events are polled in each step. Blocks in GPU memory (the tier "device") are
+read and written in place, if in one extent. All other blocks pass through a staging buffer on the device. Room in the
+tiers is given and taken in the order in which the streams use the room. If room passes from a stream to another, the
+other stream waits for the first. Freed bytes are erased on a separate stream, before anything is written there.
 
-GPU memory and pinned RAM (the tier "host") are primary tiers. A disk or Redis is a secondary tier: threads copy bytes
-between pinned RAM and the secondary tier, and loads find the copied blocks in pinned RAM.
+GPU memory and pinned RAM (the tier "host") are primary tiers. Disk, Redis and another rank's tiers are secondary tiers:
+threads copy bytes between pinned RAM and a secondary tier, and loads find the copied blocks in pinned RAM.
 """
 
 import math
@@ -48,11 +48,11 @@ TIMED_DECODES = 50  # number of decodes, the fastest of which gives a codec's ti
 class Chunk:
     """Part of a job: n blocks that kernels handle together."""
 
-    status: torch.Tensor  # int32 [n]; this and `nbytes` are valid once event `checked` is reached
+    status: torch.Tensor  # int32 [n], before any decoding. The three tensors are valid once `checked` is reached
     nbytes: torch.Tensor  # of each block, int64 [n]
-    ends: torch.Tensor  # ends of each block's parts in bytes, int64 [n, parts], 0 behind the last part
+    ends: torch.Tensor  # see `Batch`
     checked: torch.cuda.Event
-    done: torch.cuda.Event  # after all work on the chunk
+    done: torch.cuda.Event  # after all work on the chunk; equal to `checked` until decoding is queued
     end: int = 0  # for a load, index in the job behind the chunk's last block
 
 
@@ -102,7 +102,7 @@ class CudaEngine(Engine):
     codecs: by KV cache group, the group's configured codec, then further codecs. The first group is the main group,
     whose block hashes make up sessions. tiers: primary tiers. forms: counts of exact first tokens in a block for which
     kernels are warmed up. Further counts work, too. secondary: final tier of every block, if any. Pinned RAM then has
-    the most recently used blocks. keeps: see Engine. If False, blocks stay on the host only while a load needs them.
+    the most recently used blocks. fails_whole, keeps: see Engine. A rank that does not keep drops blocks after loads.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class CudaEngine(Engine):
             yield found
 
     def take_ended(self) -> Ended:
-        """Poll the streams. vLLM calls `take_ended` first in every step."""
+        """Poll the streams. Called at the end of every step."""
         self._end_encodings()
         while self._written:
             self._writing -= 1
@@ -236,7 +236,7 @@ class CudaEngine(Engine):
             self.store.close()
 
     def rest(self) -> None:
-        """Wait also for the checks of blocks in GPU memory, because vLLM would sleep longer before the next poll."""
+        """Wait also, PAUSE_S at most, for checks of blocks in GPU memory: vLLM would sleep longer before it polls."""
         super().rest()
         if self._loadings and self.tiers.first is self.tiers.device:
             until = time.monotonic() + PAUSE_S
@@ -248,7 +248,7 @@ class CudaEngine(Engine):
         return not news and any(not loading.is_read for loading in self._loadings)
 
     def _stop(self, loadings: Sequence[CudaLoading]) -> None:
-        """Read no more blocks for these loads."""
+        """Have the threads read no more blocks for these loads."""
         with self._lock:
             for loading in loadings:
                 loading.is_stopped = True
@@ -365,7 +365,7 @@ class CudaEngine(Engine):
         """Overwrite freed bytes on a separate stream. Return the event after the erasure.
 
         The caller holds the lock. With a secondary tier, loads wait for the event, so that no other work may delay the
-        erasure. No stream then uses freed bytes, because blocks in use are pinned.
+        erasure. Evicted blocks are not in use: those in use are pinned. A reset may erase a load's blocks too early.
         """
         for tier in self.tiers.all:
             freed, tier.freed = tier.freed, []
@@ -451,7 +451,7 @@ class CudaEngine(Engine):
             self._writers.submit(self._write, encoding, storing.secondary, good, failed)
 
     def _write(self, encoding: Encoding, secondary: Tier, good: Mapping[int, Stored], failed: dict[int, str]) -> None:
-        """Copy encoded blocks to the secondary tier, on the secondary tier's thread."""
+        """Copy encoded blocks to the secondary tier. Runs on the engine's thread for writes."""
         sizes: Mapping[int, Sequence[int]] = {}
         try:
             bufs = {at: encoding.tier.read(stored) for at, stored in good.items()}
@@ -516,7 +516,7 @@ class CudaEngine(Engine):
         """Queue copy, check and decoding of a load's blocks from `start` to `end`, in chunks.
 
         Chunks of a request's load use two streams by turns, chunks of a prefetch the stream of prefetches. Blocks read
-        in place are all checked before any is decoded, so that vLLM is told sooner.
+        in place are decoded after all checks are queued, so that vLLM is told sooner.
         """
         later, job = list[partial[None]](), loading.job
         stagings = [self._prefetches] if job.request_id is None else self._restores
@@ -556,7 +556,7 @@ class CudaEngine(Engine):
         self._stop([loading])
 
     def _runs(self, loading: CudaLoading, start: int, end: int, staging: Staging) -> Iterator[tuple[PagedCodec, Run]]:
-        """Yield a load's blocks up to the first absent block, in runs of one codec, one tier and one exact count."""
+        """Yield a load's blocks up to the first absent block, in runs (see `Slab.run`) that fit into `staging`."""
         job = loading.job
         while start < end:
             with self._lock:
@@ -585,7 +585,7 @@ class CudaEngine(Engine):
             chunk.done = stream.record_event()
 
     def _is_reached(self, loading: CudaLoading, event: Literal["checked", "done"]) -> bool:
-        """True if all chunks of a load have begun and reached `event`."""
+        """True if no more chunks will begin, and all have reached `event`; or if the load is broken."""
         if not loading.is_read or not (loading.broken or loading.lost or loading.begun == loading.there):
             return False
         try:
@@ -615,7 +615,7 @@ class CudaEngine(Engine):
                 torch.cuda.current_stream(self._device).wait_stream(staging.stream)
 
     def _outcome(self, loading: CudaLoading) -> tuple[int, str]:
-        """Return the number of good blocks before the first bad block, and the cause of a bad block there."""
+        """Return the number of first blocks whose checks are good, and the next block's cause ("internal" if none)."""
         statuses = [] if loading.broken else [status for chunk in loading.chunks for status in chunk.status.tolist()]
         good = next((at for at, status in enumerate(statuses) if status != GOOD), len(statuses))
         return good, (status_cause(statuses[good]) if good < len(statuses) else None) or "internal"
@@ -640,7 +640,7 @@ class CudaEngine(Engine):
     def _chunk(
         self, codec: PagedCodec, batch: Batch, stream: torch.cuda.Stream, nbytes: torch.Tensor | None = None
     ) -> Chunk:
-        """Return the chunk of a batch that is queued on `stream`. nbytes: bytes of each block, if known."""
+        """Return the chunk of a batch whose encoding or check is queued on `stream`. nbytes: of blocks, if known."""
         form, status, ends = codec.form(batch.exact), self._soon(batch.status), self._soon(batch.ends)
         if nbytes is None:
             nbytes = self._soon(batch.nbytes) if form.varies else torch.tensor([form.nbytes] * len(status))
@@ -670,7 +670,7 @@ class CudaEngine(Engine):
     def _try(self, codec: PagedCodec, staging: Staging, exact: int, most: int = 1, times: int = 1) -> float:
         """Encode as many copies of block 0 as fit, at most `most`, and decode them `times` times.
 
-        Return the least seconds to decode a token: the model may use the GPU, too.
+        Return a token's seconds in the fastest decode, because the model may use the GPU too; 0 if encoding fails.
         """
         with torch.cuda.stream(staging.stream):
             nbytes = codec.form(exact).nbytes

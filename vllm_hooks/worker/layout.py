@@ -30,9 +30,9 @@ NOWHERE: Index = np.empty(0, np.int64)  # for layers stored as bytes: no positio
 class Layer(NamedTuple):
     """Cache of a layer, and the positions of a block's keys and values.
 
-    rows: [blocks, elements] in the order of memory; fp8 as uint8. keys, values: positions of all their elements in a
-    row, in the order head, token, element. With latents, `keys` is of the key's part with RoPE, and `values` of the
-    latents, cut into pieces instead of heads.
+    rows: [blocks, elements] in the order of memory; fp8 and bytes as uint8. keys, values: indices in a row of all their
+    elements, in the order head, token, element. With latents, `keys` is of the key's part with RoPE, and `values` of
+    the latents, cut into pieces instead of heads.
     """
 
     name: str
@@ -74,8 +74,8 @@ def placed_layers(
     """Return layers as bytes of vLLM's allocation, at the addresses that vLLM's configuration says.
 
     caches, nbytes, starts: by name of the layer, vLLM's view or views of the layer's cache, number of bytes to store of
-    each block, and offset of these bytes in the block, 0 if absent. Raises UnsupportedError if a view begins at a
-    different address.
+    each block, and offset of these bytes in the layer's part of the block, 0 if absent. Raises UnsupportedError if a
+    layer's first view begins at a different address.
     """
     places = {name: (each, at) for each in config.kv_cache_tensors for at, name in enumerate(each.layers)}
     layers = []
@@ -96,7 +96,7 @@ def placed_layers(
 
 
 def rows_of(layers: Sequence[Layer], shape: BlockShape) -> list[Layer]:
-    """Return the layers with positions of bytes: each token has its latent's bytes, and then the key's part with RoPE.
+    """Return the layers with positions. In a row, each token has its latent's bytes, then those of RoPE's part.
 
     No probe is needed, because the layout of a shape with `BlockShape.scales` is known byte for byte.
     """
@@ -139,9 +139,9 @@ def paged_layout(layers: Sequence[Layer], shape: BlockShape, opaque: Sequence[La
 
 
 def _run(positions: Index, numbers: tuple[int, int, int, int]) -> tuple[int, int, int] | None:
-    """Return the position of a layer's first vector, and the strides to the next head and token; None if irregular.
+    """Return the first vector's position in a row, and the strides to the next head and token; None if irregular.
 
-    All are in elements. numbers: see `BlockShape.numbers`.
+    All are in elements. positions: of a layer's keys or values. numbers: see `BlockShape.numbers`.
     """
     _, heads, tokens, head_dim = numbers
     found = positions.reshape(heads, tokens, head_dim)

@@ -1,4 +1,4 @@
-"""Primary tier of compressed blocks: pinned RAM. Loads fill it from the secondary tier: disk, Redis or another rank."""
+"""Primary tier of compressed blocks: pinned RAM. Stores and loads fill it. Behind it: disk, Redis or another rank."""
 
 import threading
 from collections import Counter
@@ -53,9 +53,9 @@ class Primary:
         self.pins: Counter[Name] = Counter()  # by block, number of loads that use it. Blocks in use are not evicted
 
     def evict(self, nbytes: int, count: int) -> bool:
-        """Drop the least recently used blocks, if need be. Return True if `count` blocks of `nbytes` bytes have room.
+        """Drop unpinned blocks, least recently used first. Return True if `count` blocks of `nbytes` bytes have room.
 
-        A little more is dropped, because erasing several blocks together costs little.
+        A little more is dropped, because erasing several blocks together costs little. The caller holds the lock.
         """
         self._slab.grow()
         arena = self._slab.arena
@@ -125,7 +125,7 @@ class Primary:
                 self._lock.notify_all()
 
     def _bring(self, reading: Reading, name: Name, buf: Buffer) -> None:
-        """Wait for room in the tier, copy a block there, and pin the block. Raises WireError for a bad block."""
+        """Wait for room, copy a block into the tier, pin it. Raises WireError if bad, CancelledError if stopped."""
         told = _facts(self._codecs[reading.job.group], buf)
         with self._lock:
             while not self.evict(buf.nbytes, 1):

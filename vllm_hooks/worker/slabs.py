@@ -87,7 +87,7 @@ class PinnedRam:
     driver's locks, which copies need, are held for less time.
 
     Each piece is pinned separately, and the driver refuses a copy across pieces. An unused GRANULE behind each piece
-    keeps a block's extent from spanning two. Raises ConfigError if the first piece cannot be pinned.
+    keeps a block's extent from spanning two. Raises ConfigError if RAM is lacking or the first piece cannot be pinned.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -349,7 +349,7 @@ class Slab:
         return self._pieces.get(column) or (Extent(start, room(nbytes)),)
 
     def release(self) -> None:
-        """Unpin the RAM if any, and give the buffer up. The tier is of no use afterwards."""
+        """Unpin the RAM if any, and make `buffer` empty. The memory is freed with the last tensor that views it."""
         if self._ram is not None:
             self._ram.close()
         self.buffer = self.buffer[:0]
@@ -387,7 +387,7 @@ class Slabs:
         self.first = self.all[0]
 
     def take(self, nbytes: int, count: int) -> tuple[list[Taken], list[Demotion]]:
-        """Return room for `count` blocks, or as many as fit, and the demotions to copy before the room is used."""
+        """Return room for up to `count` blocks of `nbytes` bytes, and the demotions to copy before the room is used."""
         for tier in self.all:
             tier.grow()
         arena, demotions = self.first.arena, list[Demotion]()
@@ -443,7 +443,7 @@ class Slabs:
 
 
 class Staging:
-    """Buffer in GPU memory, and the stream of all jobs that use the buffer. buffer: uint8 [nbytes]."""
+    """Buffer in GPU memory, uint8 [nbytes], and the stream of its jobs. priority: of the stream, low numbers first."""
 
     def __init__(self, nbytes: int, device: torch.device, priority: int = 0) -> None:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -492,6 +492,6 @@ def copy_run(run: Run, target: torch.Tensor, offsets: Numbers) -> None:
 
 
 def copy(source: torch.Tensor, froms: Places, target: torch.Tensor, tos: Places, nbytes: Sequence[int]) -> None:
-    """Copy encoded blocks between buffers, by the copy engines, on the current stream."""
+    """Copy bytes between buffers, by the copy engines, on the current stream. Arguments: see `pieces`."""
     starts, ends, sizes = pieces(froms, tos, nbytes)
     compat.copy_blocks(starts + source.data_ptr(), ends + target.data_ptr(), sizes)

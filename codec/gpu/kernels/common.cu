@@ -4,7 +4,7 @@
 // Macros from Python, ahead of this text: THREADS (in a thread block), HEAD_DIM, DTYPE (0 bf16, 1 fp16, 2 fp32, 3 e4m3,
 // 4 e5m2), ALIGNED (1 if vectors begin at multiples of 16 bytes); as bits of floats, ROOT (HEAD_DIM**-0.5) and LARGEST
 // (of bf16). Constant arrays: WEIGHTS[HEAD_DIM] of the rotation, as bits of floats; BLOCK_SIZE_OF[HEAD_DIM], the size of
-// an element's Hadamard block. coder.cu also has PAIRS, and SCALES (bytes of a latent's scale, 0 without).
+// an element's Hadamard block. wht and klt also use PAIRS, INTERLEAVED (RoPE), SCALES (a latent scale's bytes, or 0).
 
 typedef unsigned char u8;
 typedef unsigned short u16;

@@ -1,11 +1,10 @@
 // Kernels of manthan.codec.cpu.klt: components of groups to words and back, and paged blocks to rows of the transform and
-// back. A component is a number of a transformed vector, and a row is all components of one group in one block and level.
-// A warp takes as many rows of one group, in blocks that are neighbours in the batch, as their streams fill it. All levels
-// of a number are coded one after the other.
+// back. A component is a number of a transformed vector. A row is all components of one group in one block and level. A
+// warp takes rows of one group, in blocks that are neighbours in the batch, and a thread one rANS stream of a row. All
+// levels of a number are coded one after the other.
 //
-// numbers: [components, tokens of all blocks], fp16. Encoding: products of the transform. Decoding: what the inverse is
-// applied to. A symbol of a refinement is -1, 0 or 1. likely: by table and magnitude so far, the frequency of -1, and that
-// of -1 and 0 together.
+// numbers: [components, width], fp16, from the transform or for the inverse. A symbol of a refinement is -1, 0 or 1.
+// likely: by refinement, table and magnitude so far, the frequency of -1, and that of -1 and 0 together.
 
 #define ESCAPE 255
 #define SYMBOL_MAX 127
@@ -14,7 +13,7 @@
 #define FURTHEST 32767.f
 #define TOO_MANY 0x3fffffffu  // words
 #define MAGNITUDES 4
-#define PLACE_SHARE 0.125f  // of `places` as fp16, so that none is too large for it
+#define PLACE_SHARE 0.125f  // factor on decoded components, so that fp16 holds the largest
 #define OCTAVE_THIRD 0.33333334f
 
 __device__ __forceinline__ int split_of(int level) { return level == 3 ? 3 : 2; }
@@ -28,14 +27,14 @@ __device__ __forceinline__ const u8* fetch_tables(const LeveledSections& job) {
     return (const u8*)shared;
 }
 
-// Way of a thread through the numbers of a row: every `streams`th, forth or back. If all of these are of one token, the
+// Way of a thread through its stream, forth or back: numbers i, i + streams, ... of a row. If all are of one token, the
 // token's shift is read once.
 struct Way {
     Half* numbers;
     const u16* table_of;
     const signed char* shifts;
     int component, token, further, rest, tokens, width, at, j;
-    float larger;  // by the shift
+    float larger;  // factor on the step by the token's shift j: 2**(j / 3)
 
     __device__ __forceinline__ Way(const LeveledSections& job, int g, int block, int number) {
         const Group group = job.groups[g];
@@ -237,7 +236,7 @@ struct Decoding {
     const u32* likely;
     const int* centres;
     float of_step;
-    int most;  // the finest level of the warp's rows
+    int most;  // the finest level of any of the warp's rows
     bool there;
     Level levels[LEVELS];
 
@@ -396,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) weigh(const LeveledSection
     }
 }
 
-// Rows of products of good blocks into the paged blocks.
+// Write rows of products of good blocks into the paged blocks, scaled, with the mean added and RoPE done.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) scatter(const LeveledSections job) {
     const int lane = threadIdx.x % 32, beside = QUADS < 32 ? lane / QUADS : 0, size = job.groups[job.first_group].size;
     EACH_RUN(job, i, size) {

@@ -1,6 +1,6 @@
 // Calibrated sections (manthan.codec.cpu.klt) in encoded blocks: layout of the base and refinements, and copies of
 // words from the buffers in which rows were encoded. A part is the base (level 0) or a lossy refinement (levels 1 to
-// LEVELS - 1). A group is layers or heads encoded together (see manthan.codec.profile). A row is its numbers in a part.
+// LEVELS - 1). Groups: see manthan.codec.profile. A row is a group's numbers in a part.
 
 typedef u16 Half;  // fp16
 __device__ __forceinline__ float wide(Half x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }

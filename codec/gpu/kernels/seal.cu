@@ -1,5 +1,5 @@
-// Headers and checksums of encoded blocks. A checksum is the xxh3-64 of an encoded block without refinements and the
-// checksum's own bytes. A thread block takes an encoded block.
+// Headers and checksums of encoded blocks. A checksum is the xxh3-64 of an encoded block, less any refinements and less
+// the checksum's own bytes. A thread block takes an encoded block.
 //
 // xxh3 keeps 8 sums of 64 bits. A stripe of 64 bytes adds to all of them; stripes 0 to 15 of a kibibyte do so with
 // different parts of the secret, and then the sums are scrambled. Within a kibibyte the additions commute: a warp takes

@@ -1,5 +1,5 @@
 // Rows of manthan.codec.wht: numbers of the paged cache to whole numbers of steps, and back. A row is a layer's keys or
-// a layer's values of a KV block; a run is one head's part of a row. A front is a section's bytes ahead of its rows.
+// a layer's values of a KV block; a run is one head's part of a row. Fronts: see sections.cu.
 //
 // `rounded` has the whole numbers of each row, ordered by rANS stream (manthan.codec.cpu.rans). Number i of a row
 // [heads, HEAD_DIM, tokens] is number i / streams of stream i % streams. An octet is eight consecutive numbers of a
