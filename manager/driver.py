@@ -245,7 +245,8 @@ class Driver:
         main = self._main, request.hashes[resident : resident + len(block_ids)], block_ids
         parts = [main, *further] if manager.shape.stores_main else further
         jobs = [manager.load_job(*part, request.session, request_id) for part in parts]
-        self._loading[request_id] = Answers(jobs, request.session.session_id)
+        depth = 0 if manager.shape.stores_main else len(rows)
+        self._loading[request_id] = Answers(jobs, request.session.session_id, depth)
         self._load_of.update((job.job_id, request_id) for job in jobs)
         self._loads += jobs
         lossy = 0

@@ -64,7 +64,7 @@ class Restored(Event, frozen=True, tag=True, array_like=True):
     """A load ended."""
 
     session_id: str
-    blocks: int  # number of blocks of the main KV cache group to load
+    blocks: int  # number of blocks of the main KV cache group to load, or of the session if only points are stored
     good: int  # number of `blocks` before the first failure; after any failure 0 if resume points are needed
     at_points: int  # number of loaded blocks of further KV cache groups
     nbytes: int  # bytes of the compressed blocks

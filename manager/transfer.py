@@ -76,10 +76,14 @@ class TransferResult:
 
 
 class Answers:
-    """Jobs that are settled together, with the ranks' results so far. session_id: of a load; empty for a store."""
+    """Jobs that are settled together, with the ranks' results so far.
 
-    def __init__(self, jobs: Sequence[Transfer], session_id: str = "") -> None:
-        self.jobs, self._session_id = jobs, session_id
+    session_id: of a load; empty for a store. depth: of a load, the number of blocks that end at the loaded resume point
+    if only blocks of resume points are stored, else 0.
+    """
+
+    def __init__(self, jobs: Sequence[Transfer], session_id: str = "", depth: int = 0) -> None:
+        self.jobs, self._session_id, self._depth = jobs, session_id, depth
         self.results: list[TransferResult] = []
 
     def add(self, result: TransferResult, ranks: int) -> bool:
@@ -90,13 +94,14 @@ class Answers:
 
     @property
     def failed(self) -> dict[BlockName, str]:
-        """Cause of the failure, by group and hash, of each block that failed on any rank."""
+        """Cause of the failure, by group and hash, of each block that failed on any rank.
+
+        STORE_DOWN and RESET, which leave the block in the tier, yield to other ranks' causes.
+        """
         jobs = {job.job_id: job for job in self.jobs}
-        return {
-            (jobs[result.job_id].group, jobs[result.job_id].block_hashes[at]): cause
-            for result in self.results
-            for at, cause in result.failed.items()
-        }
+        told = [(cause, jobs[each.job_id], at) for each in self.results for at, cause in each.failed.items()]
+        told.sort(key=lambda one: one[0] not in (STORE_DOWN, RESET))
+        return {(job.group, job.block_hashes[at]): cause for cause, job, at in told}
 
     @property
     def seconds(self) -> float:
@@ -108,8 +113,8 @@ class Answers:
         needs_points: True if sessions can go on only at some lengths. Then a failure in any group leaves no good block.
         """
         failed = self.failed
-        good = blocks = sum(len(job) for job in self.jobs if job.group == main)
-        further = sum(map(len, self.jobs)) - blocks
+        good = blocks = self._depth or sum(len(job) for job in self.jobs if job.group == main)
+        further = sum(map(len, self.jobs)) - (0 if self._depth else blocks)
         if failed:
             names = ((main, name) for job in self.jobs if job.group == main for name in job.block_hashes)
             good = next((at for at, name in enumerate(names) if name in failed), good)

@@ -236,9 +236,12 @@ class Mixture(Returns):
     def victims(self) -> Iterator[str]:
         room = self._nbytes - self._present.get(self._last, 0)
         self._room += (DRIFT if self._room else 1.0) * (room - self._room)
-        for victim in in_order(self._present) if self._contest.leader == "lru" else super().victims():
-            self._offered = victim
-            yield victim
+        try:
+            for victim in in_order(self._present) if self._contest.leader == "lru" else super().victims():
+                self._offered = victim
+                yield victim
+        finally:  # a session released later is no victim
+            self._offered = ""
 
     def _left(self, session_id: str) -> None:
         self._nbytes -= self._present.pop(session_id, 0)

@@ -286,6 +286,10 @@ class SessionManager:
             return False
         if hashes[before] == session.answer:
             self._left_out = 0
+            if len(session.rows) <= before and self.shape.stores_main:  # `_end_use` told the pool to overwrite it soon
+                behind = rows[before:]
+                self.pool.forget(self.shape.main, self.blocks.hashes(behind[~self.blocks.is_saved(behind)]))
+                self.runway.forget()
             return False
         is_left_out = common_prefix(session.rows, rows) >= before - 1  # else the client changed an earlier message
         self._left_out += is_left_out
@@ -482,7 +486,7 @@ class SessionManager:
         self._torn -= torn
         lost = rows[np.isin(rows, [*bad, *torn])] if bad or torn else NO_ROWS
         unused = blocks.unused(rows)
-        unused = unused[~np.isin(unused, lost)]
+        unused = unused[(blocks.holds[unused] == 1) & ~np.isin(unused, lost)]
         self.drop(unused[blocks.is_droppable(unused)], DropCause.ABANDONED)
         if len(lost):
             self._lose(lost)
@@ -1125,7 +1129,7 @@ class SessionManager:
                 self.table.leave_order(victim)
                 self._heirs |= dict.fromkeys(one for one in self.table.relatives(victim) if one.is_cold)
                 return
-        if was_cold and (is_pressed or not self._is_exclusive or not len(gone)):
+        if was_cold:
             end = length
         elif is_pressed and len(gone):
             end = int(blocks.depth[gone[0]])

@@ -262,7 +262,7 @@ class JournalLink(_Link):
         count = session.prompt_end.partition(":")[0]
         if count.isdecimal() and int(count) <= length:
             manager.table.enter_prompt(session, session.prompt_end)
-        self._save(rows, left.blocks[:length], sizes, tenant)
+        self._save(rows, left.blocks[:length], self._main_sizes(sizes), tenant)
         kept = left.kept(length)
         spare = [point for point in reversed(left.points) if point.depth < length and point not in kept]
         for point in (*kept, *spare):
@@ -274,6 +274,10 @@ class JournalLink(_Link):
                 manager.points.stored(placed.rows.tolist())
         return session
 
+    def _main_sizes(self, sizes: Mapping[BlockName, int]) -> Mapping[BlockName, int]:
+        """Return the sizes of sessions' blocks. If only resume points' blocks are stored, sessions' have no bytes."""
+        return sizes if self._manager.shape.stores_main else {}
+
     def _room(self, tenant: str) -> int:
         return min(self._manager.free_nbytes, self._manager.left_to(tenant))
 
@@ -282,13 +286,13 @@ class JournalLink(_Link):
             self._notes.update((block.name, block.note) for block in blocks if block.note)
         nbytes = [sizes.get(block.name, 0) for block in blocks]
         marks = [Mark.DERIVED if block.mark else Mark.EXACT for block in blocks]
-        inner = [self._inner.get(block.name, ()) for block in blocks]
+        inner = [self._inner.get(block.name, ()) if block.name in sizes else () for block in blocks]
         self._enter_saved(rows, nbytes, [block.exact for block in blocks], marks, tenant, inner)
 
     def _fitting(self, left: _Left, sizes: Mapping[BlockName, int]) -> int:
         """Return the number of a session's first blocks that fit; the depth of a resume point if one is needed."""
         room = self._room(left.facts["tenant"])
-        taken = np.cumsum(self._missing(left.blocks, sizes))
+        taken = np.cumsum(self._missing(left.blocks, self._main_sizes(sizes)))
         if not self._manager.points.is_needed:
             return int(np.searchsorted(taken, room, side="right"))
         for depth in sorted((point.depth for point in left.points), reverse=True):

@@ -208,7 +208,8 @@ class Prefetcher:
             at = np.nonzero((groups == group) & missing & is_stored)[0]
             if len(at):
                 jobs.append(manager.load_job(group, [hashes[i] for i in at.tolist()], ids[at].tolist(), session))
-        answers, marks = Answers(jobs, session.session_id), manager.loaded_marks(rows)
+        depth = 0 if manager.shape.stores_main else len(session.rows)
+        answers, marks = Answers(jobs, session.session_id, depth), manager.loaded_marks(rows)
         return _Load(session.session_id, session.number, rows, ids.tolist(), missing.tolist(), marks, answers)
 
     def answered(self, result: TransferResult, now: float) -> None:

@@ -304,12 +304,13 @@ class SessionTable:
     def join(self, session: Session, parent: str) -> None:
         """Note the parent of a session, by name. The session joins its parent's family, which begins with the parent.
 
-        A session of the parent's name may come later. A session that changes its family leaves its children behind.
+        A session of the parent's name may come later, and then brings its earlier children into its own family.
         """
         session.parent = parent
         parents = list(islice(self.named(parent, session.tenant), MOST_RELATIVES))
         family = next((one.family for one in parents if one.family), parent)
-        for one in (session, *parents):
+        followers = self._families.get((session.tenant, session.name or ""), {})  # children that came before it
+        for one in (session, *parents, *followers):
             self._join(one, family)
         self.touch(session)
 

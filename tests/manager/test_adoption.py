@@ -302,6 +302,22 @@ def test_the_newest_come_first_within_shares_and_pins_that_still_fit() -> None:
     assert talks.manager.requests[request].session is talks.session("small/a")
 
 
+def test_windows_alone_take_the_bytes_that_they_took_before_the_restart() -> None:
+    shape = MemoryShape({0: GroupShape(16, 500, {0: 50})}, stores_main=False)
+    talks = Talks(shape=shape)
+    journal, link = linked(talks)
+    talks.driver._journal = link
+    text = "a b c d e f g h"
+    talks.finish(talks.start("a b c d e f g", "alice"), text, [talks.point(text, {0: 2})])
+    talks.rest()
+    talks.step()
+    assert talks.manager.blocks.saved_nbytes == sum(talks.tier.values()) == 100
+    again = Talks(shape=shape)
+    linked(again, journal.written.values())[1].adopt([dict(talks.tier)], again.now)
+    assert again.manager.blocks.saved_nbytes == 100
+    assert again.texts() == {"alice": text}
+
+
 def test_requests_find_a_session_by_its_prompt_and_by_its_end() -> None:
     talks = Talks()
     hashes = names("a b c d")

@@ -2,7 +2,7 @@
 
 import pytest
 from integrity import check_integrity
-from talks import SHAPE, Talks, last_words
+from talks import SHAPE, Talks, last_words, text_of
 
 from manthan.manager.events import DropCause
 from manthan.manager.session.blocks import GroupShape, MemoryShape
@@ -58,6 +58,15 @@ def test_one_answer_that_comes_back_ends_the_belief(turns: int) -> None:
     converse(talks, ENOUGH, who="second")
     talks.rest()
     assert stored(talks, "new") == f"new sys said0 user0 {THOUGHT}"
+
+
+def test_an_answer_that_comes_back_is_overwritten_no_sooner_than_other_unsaved_blocks() -> None:
+    talks = Talks(500, blocks=500)
+    prompt = converse(talks, ENOUGH + 1)
+    assert f"{prompt} {THOUGHT}" not in {text_of(block.block_hash) for block in talks.pool.unsaved(500)}
+    talks.finish(talks.start(f"{prompt} {THOUGHT} more", "agent"))
+    unsaved = {text_of(block.block_hash) for block in talks.pool.unsaved(500)}
+    assert unsaved >= {f"{prompt} think1", f"{prompt} {THOUGHT}"}
 
 
 def test_neither_an_earlier_change_nor_the_same_prompt_again_tells_anything() -> None:

@@ -1,14 +1,18 @@
 """The serving loop by example: what of a session that went cold is restored."""
 
+from dataclasses import replace
+
 import jobs
+import numpy as np
 import pytest
 from integrity import check_integrity
 from talks import GROUP, IDLE_AFTER_S, Talks, long_text, name, names
 
 from manthan.manager.driver import A_STEP
-from manthan.manager.events import Overwritten, PrefetchHit, Restored
+from manthan.manager.events import DropCause, Overwritten, PrefetchHit, Restored
 from manthan.manager.pool import Mark
 from manthan.manager.session.blocks import GroupShape, MemoryShape
+from manthan.manager.transfer import STORE_DOWN, Answers, Transfer, TransferResult
 
 TEXT, MORE = "a b c d e f", "a b c d e f g h"
 PREFETCHES = {"prefetch_lead_s": 1.0}
@@ -182,3 +186,28 @@ def test_blocks_that_come_from_elsewhere_are_not_missed(brought: int, lost: list
     request = talks.ask(MORE + " i", "A")
     talks.driver.admitted(request, 0, 8, 9, brought=brought)
     assert [event.blocks for event in talks.told(Overwritten)] == lost
+
+
+def test_blocks_that_a_request_has_loaded_stay_saved_though_their_only_session_is_released() -> None:
+    talks = Talks(100, shape=MemoryShape({0: replace(GROUP, is_lossless=True)}))
+    talks.talk("sys a b c", "alice")
+    talks.rest()
+    talks.overwrite()
+    talks.holds = True
+    request = talks.ask("sys a b x", "bob")
+    assert talks.serve(request)
+    talks.manager.forget_session(talks.session("alice"), DropCause.RELEASED)
+    talks.answer(talks.driver.loads_of(request))
+    assert talks.saved() >= {"sys", "sys a", "sys a b"}
+    talks.holds = False
+    talks.finish(request, "sys a b x y")
+    check_integrity(talks.manager, talks.driver)
+    assert talks.texts()["bob"] == "sys a b x y"
+
+
+@pytest.mark.parametrize("causes", [("damaged", STORE_DOWN), (STORE_DOWN, "damaged")])
+def test_a_block_that_one_rank_finds_damaged_is_bad_though_another_s_store_is_down(causes: tuple[str, str]) -> None:
+    answers = Answers([Transfer(1, "load", 0, [b"x"], np.array([1], np.int32))], "A")
+    for cause in causes:
+        answers.add(TransferResult(1, np.zeros(1, np.int64), {0: cause}), 2)
+    assert answers.failed == {(0, b"x"): "damaged"}

@@ -104,6 +104,15 @@ def test_who_leaves_a_family_leaves_what_was_kept_for_it() -> None:
     assert talks.texts()["child"] == "sys task"
 
 
+def test_a_parent_that_names_its_own_parent_later_brings_its_children_along() -> None:
+    talks = Talks()
+    talks.talk("sys a b", "child", parent_session_id="middle")
+    talks.talk("sys c d", "middle", parent_session_id="parent")
+    relatives = talks.manager.table.relatives(talks.session("child"))
+    assert relatives == [talks.session("middle")]
+    check_integrity(talks.manager, talks.driver)
+
+
 def test_a_child_that_expires_leaves_the_head_which_goes_in_the_parents_turn() -> None:
     talks = Talks(6)
     talks.go_cold("sys task p1")

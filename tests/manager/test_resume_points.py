@@ -6,7 +6,7 @@ import pytest
 from integrity import check_integrity
 from talks import Talks, names
 
-from manthan.manager.events import Evicted
+from manthan.manager.events import Evicted, Restored
 from manthan.manager.session.blocks import GroupShape, MemoryShape
 from manthan.manager.session.manager import Outcome, PointParts
 from manthan.manager.session.resume_points import MOST_SPARE
@@ -205,3 +205,13 @@ def test_groups_are_encoded_in_codecs_of_their_own(talks: Talks) -> None:
 def test_pins_count_windows() -> None:
     talks = Talks(capacity=20, shape=WINDOWS)  # of which pinned sessions may take 5, and each takes 2
     assert [turn(talks, words(5, who), who, pin=True).is_pinned for who in "abc"] == [True, True, False]
+
+
+def test_a_load_of_windows_restores_all_tokens_before_the_resume_point() -> None:
+    talks = Talks(shape=WINDOWS)
+    turn(talks, words(8))
+    talks.rest()
+    talks.overwrite()
+    request = talks.start(words(9), "s")
+    assert talks.driver.found(request) == 8 * SHAPE.block_tokens
+    assert [(event.good, event.blocks, event.at_points) for event in talks.told(Restored)] == [(8, 8, 2)]

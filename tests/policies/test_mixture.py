@@ -78,6 +78,15 @@ def test_a_crowd_of_sessions_is_sampled() -> None:
     assert all(map(policy._is_sampled, policy._running))
 
 
+def test_a_victim_that_loses_a_part_only_and_is_then_released_leaves_the_shadows() -> None:
+    policy = Mixture()
+    for number in range(4):
+        in_and_out(policy, view(f"s{number}", float(number)))
+    victim = next(iter(policy.victims()))
+    policy.forget(victim)
+    assert not any(victim in shadow.kept for shadow in policy._shadows)
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans(), st.booleans()), max_size=150))
 def test_shadows_hold_nobody_who_is_over(events: list[tuple[int, bool, bool]]) -> None:

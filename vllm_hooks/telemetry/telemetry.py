@@ -160,7 +160,8 @@ class Telemetry:
                     tell_verdict(self._judged)
 
     def _restored(self, event: Restored) -> None:
-        shape, blocks = self._manager.shape, event.good + event.at_points
+        shape = self._manager.shape
+        blocks = event.at_points + (event.good if shape.stores_main else 0)
         if event.request_id is None:
             self.count("prefetches")
             self.count("prefetched_blocks", blocks)
