@@ -1,8 +1,8 @@
 """Checks of `manthan doctor` without vLLM: machine, key files, Redis, chat template. Each finding is one sentence.
 
 The next turn's prompt must repeat the previous turn's tokens. A turn is a prompt with the model's answer, and a session
-has the KV of the turn's tokens. A chat template renders the next prompt anew from messages. Its tokens find KV up to
-the first different token. All later tokens are computed again.
+has the KV of the turn's tokens. A chat template renders the next prompt anew from messages. The prompt's tokens find KV
+up to the first different token. All later tokens are computed again.
 """
 
 import os
@@ -128,7 +128,7 @@ def file_system(path: Path) -> str:
 
 
 def check_redis(config: ManthanConfig) -> Iterator[Finding]:
-    """Check that Redis answers, accepts the engines' commands, and evicts when full."""
+    """Check that Redis answers, accepts the engines' commands, and does not refuse writes when it is full."""
     redis = config.tiers.redis
     if not config.tiers.is_shared:
         yield Finding("Redis", Grade.SKIPPED, f"tiers.kind is {config.tiers.kind}, which does not use Redis.")

@@ -198,7 +198,7 @@ class Judged(Event, frozen=True):
 
     @property
     def is_fallback(self) -> bool:
-        """True if a codec behind the configured one is used."""
+        """True if a codec finer than the configured one is used."""
         return self.choice > self.configured
 
     @property

@@ -74,7 +74,7 @@ class FrontTiers:
                 del order[session_id]
 
     def read(self, rows: Rows) -> None:
-        """Note that blocks were read. If reads fill front tiers, all tiers faster than a block's own have it now."""
+        """Note that blocks were read. If reads fill front tiers, all tiers faster than the one read have them now."""
         if self._fills_on_read:
             rows = rows[(self._blocks.moved[rows] & 1) > 0]
             moved = self._blocks.moved[rows]

@@ -1,9 +1,9 @@
 """Choice of the codec by measurements on KV of the served model.
 
 Blocks are encoded with the finest lossy codec until every rank has measured enough blocks, unless an earlier server's
-guard has chosen the configured codec on the same weights. Measuring continues, and may
-change the choice to a finer or a coarser codec. A recheck computes a restored prompt again, and gives the divergence
-between the predictions of the next token behind restored and computed KV. Rechecks can only refuse codecs.
+guard has chosen the configured codec on the same weights. Measuring continues, and may change the choice to a finer or
+a coarser codec. A recheck computes a restored prompt again, and gives the divergence between the predictions of the
+next token behind restored and computed KV. Rechecks can only refuse codecs.
 """
 
 from collections import deque
@@ -41,7 +41,7 @@ class Guard:
         self._finest = len(choices) - 2
         self._verdicts: dict[int, Verdict] = {}
         self._judged: int | None = None
-        self._was_offered = False  # a codec since the last decision
+        self._was_offered = False  # true if a codec was offered since the last decision
         self._configured = 0  # index of the configured codec
         self._divergences: deque[float] = deque(maxlen=RECHECKS)
         self._coarsest = 0  # index of the first choice that rechecks have not refused
@@ -49,7 +49,7 @@ class Guard:
         self._use(self._used)
 
     def answered(self, verdicts: Sequence[Verdict]) -> None:
-        """Take ranks' newest measurements. Given all, use the coarsest codec that suits; if one failed, the finest."""
+        """Take verdicts. Given one of each rank, use the coarsest codec that suits all; if one failed, `_unjudge`."""
         self._verdicts.update((verdict.rank, verdict) for verdict in verdicts)
         found = list(self._verdicts.values())
         if len(found) < self._ranks:
@@ -78,8 +78,8 @@ class Guard:
     def rechecked(self, divergence: float) -> float | None:
         """Take the divergence that a recheck has measured, in nats.
 
-        If the mean of the last RECHECKS divergences is too large, refuse the codec in use and all coarser ones. Return
-        the mean then, else None.
+        If the mean of the last RECHECKS divergences is too large, refuse the codec in use and all coarser ones, and
+        return the mean. Else return None. Some of these divergences may be of an earlier codec.
         """
         if self._used > self._finest:
             return None
@@ -100,6 +100,7 @@ class Guard:
         self._unjudge()
 
     def _unjudge(self) -> None:
+        """Forget all verdicts. Use the finest lossy codec, or "exact" if rechecks have refused all lossy ones."""
         self._verdicts.clear()
         self._judged = None
         self._use(max(self._finest, self._coarsest))

@@ -130,7 +130,7 @@ class Listing:
         return Page(len(chosen), page, [self.info(session, query.bound, offset) for session in sessions])
 
     def find(self, told_id: str, bound: str | None) -> Session | None:
-        """Return the session of an id; None if there is none, or if it is not a session of tenant `bound`."""
+        """Return the session of an id; None if there is none, or if it is not of tenant `bound` (None for any)."""
         session = self._table.by_id.get(told_id if bound is None else qualified(told_id, bound))
         return session if session is not None and bound in (None, session.tenant) else None
 

@@ -72,7 +72,7 @@ class ModelReader:
     def pieces(self, text: str, tokens: int) -> tuple[list[list[int]], list[list[int]]]:
         """Return a text's first `tokens` tokens in pieces, but no short last piece. Raises ProfileError for too few.
 
-        Also return at most one piece to hold out: the next tokens, or without those the last of MANY pieces.
+        Also return at most one piece to hold out: the next tokens; without these, the last piece of MANY or more.
         """
         longest = getattr(self._config, "max_position_embeddings", None) or PIECE
         try:
@@ -116,8 +116,8 @@ class ModelReader:
     def divergences(self, profile: Profile, ids: list[int]) -> tuple[float, ...]:
         """Return `ProfileInfo.divergences`, measured on a piece of a text. Raises NonFiniteError; OutOfMemoryError.
 
-        The model predicts the tokens of the last 1 / ASKED after decoded KV of the other tokens. From here on it is in
-        float32, unless its weights are quantized: in bf16, any change of the KV also changes roundings.
+        The model predicts the tokens of the last 1 / ASKED after decoded KV of the other tokens. From here on the model
+        is in float32, unless its weights are quantized: in bf16, any change of the KV also changes roundings.
         """
         if not getattr(self._model, "is_quantized", False):
             self._model.float()
@@ -217,7 +217,7 @@ def _directions(module: Any, energy: Any, info: ProfileInfo) -> list[Doubles]:
 
     Args:
         module: Attention of the layer.
-        energy: Sum of squares of all tokens' queries, which RoPE has rotated, [query heads, head_dim].
+        energy: Sum over all runs so far of squares of the queries, which RoPE has rotated, [query heads, head_dim].
     """
     if info.latent:
         projection = getattr(module, FROM_LATENTS, None)

@@ -107,7 +107,7 @@ def _ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
 
 
 def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Send a request to Manthan's API, with the API key of VLLM_API_KEY. Return the answer's JSON; see /docs.
+    """Send a request to Manthan's API, with the API key of VLLM_API_KEY. Return the answer's JSON.
 
     Args:
         url: address of vLLM's server, with or without /v1.
@@ -137,14 +137,14 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
 
 
 def measuring(store: Mapping[str, Any]) -> str:
-    """Return the progress of measuring the configured codec's loss; empty if none is under way. store: see the API."""
+    """Return the progress of measuring the configured codec's loss; empty if none is under way. store: from /state."""
     if not (waits := store["measuring"]):
         return ""
     return f"{waits['codec']} measured on {waits['blocks']} of {waits['of']} blocks; {store['codec']} until then"
 
 
 def _path(session: str, tenant: str) -> str:
-    """Return the path of a session below /manthan. tenant: empty, unless the client may see all tenants' sessions."""
+    """Return the path of a session below /manthan. session: its id, or with a tenant the name that the tenant gave."""
     return f"/sessions/{quote(qualified(session, tenant) if tenant else session, safe='')}"
 
 

@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.manthan")
 
 AUTO = "auto"  # value of codec.name that stands for CALIBRATED if the model has a profile, and else for PLAIN
 CALIBRATED, PLAIN = "klt-8x", "wht-5x"
-TRAFFIC = "attention"  # metric of profiles from traffic. They are found here once a guard has chosen CALIBRATED
+TRAFFIC = "attention"  # metric of profiles that servers make of traffic, and keep once a guard has chosen CALIBRATED
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 

@@ -57,7 +57,7 @@ class Arena:
         self.join(Extent(0, nbytes))
 
     def join(self, more: Extent) -> None:
-        """Add the free addresses `more`, behind all others. Their number is rounded down to a multiple of GRANULE."""
+        """Add free addresses, which must lie behind all others. Round their number down to a multiple of GRANULE."""
         size = more.nbytes - more.nbytes % GRANULE
         self.nbytes += size
         self._end = more.start + size

@@ -38,7 +38,7 @@ class ArenaTier(Tier):
     The bytes of a dropped block, or of a cut-off end, count as free at once. They are erased on a thread, or by a put
     that needs the room. Their addresses are used again only after the erasure.
 
-    max_bytes: budget, never exceeded. arena: addresses that blocks can get.
+    max_bytes: budget. No put exceeds it, but blocks of an earlier server may. arena: addresses that blocks can get.
     """
 
     can_trim = True
@@ -132,7 +132,7 @@ class ArenaTier(Tier):
                     self._blocks.move_to_end(name)
 
     def make_room(self, nbytes: int) -> bool:
-        """Drop the least recently used blocks until `nbytes` bytes are free. Return False if fewer are free then."""
+        """Drop the least recently used blocks until `nbytes` of `usable` are free. Return False if they cannot be."""
         with self._lock:
             free = self.usable - self._arena.used + self._dropped_nbytes
             while free < nbytes <= self.usable and self._blocks:

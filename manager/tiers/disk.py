@@ -3,8 +3,8 @@
     FOLDER/lock      locked by the process that uses the folder
     FOLDER/blocks    one sparse file of records
 
-docs/disk.md lists the files of all ranks. The file `lock` of their folder has the ids of the process that locked the
-folder, and of this process's parent.
+docs/disk.md lists the files of all ranks. The file `lock` in the folder that `open_root` locks has the ids of
+the process that locked it, and of this process's parent.
 
 A record is a header, and a body: a compressed block. A record begins at a multiple of PAGE. The header has HEADER
 bytes, little-endian:
@@ -23,10 +23,10 @@ to the disk. A power failure may cost the blocks written in the last SYNC_S seco
 xxh3-64 counts as absent. `sequence` counts writes. Of two records of a block, or of two records that overlap, only the
 record with the higher sequence is valid.
 
-A dropped block is erased by punching a hole, or by writing zeros if the file system has no holes. The end of a cut
-block (see `Tier.trim`) is erased after the new header is written. If a process is killed before it has erased a block,
-the next process finds the record again. Opening a tier erases the bytes outside of records. The engine then drops
-blocks that no session needs.
+A dropped block is erased by punching a hole, or by writing zeros if the file system has no holes. The new header of a
+cut block (see `Tier.trim`) is written before the end is erased, but not if the block is cut again or dropped first. If
+a process is killed before it has erased a block, the next process finds the record again. Opening a tier erases the
+bytes outside of records. The engine then drops blocks that no session needs.
 """
 
 import errno
@@ -389,7 +389,7 @@ def open_rank(path: Path, name: str, shard: Shard, max_bytes: int, is_left: bool
 
 
 def counts_in(folder: Path) -> list[int]:
-    """Return each number of ranks, sorted, with which a server has stored blocks in the folder of a namespace."""
+    """Return each number of shards, sorted, in which a server has stored blocks in the folder of a namespace."""
     return sorted({int(each.parent.name.rpartition("-")[2]) for each in folder.glob(f"rank-*-of-*/{BLOCKS}")})
 
 
@@ -407,9 +407,9 @@ def found_in(folder: Path, shard: Shard) -> dict[BlockName, list[int]]:
 
 
 def remove_others(path: Path, name: str, counts: Container[int]) -> dict[str, int]:
-    """Remove Manthan's folders of other namespaces than `name`, and in `name` those of other numbers of ranks.
+    """Remove Manthan's folders of other namespaces than `name`, and in `name` those of other numbers of shards.
 
-    counts: Numbers of ranks with which stored blocks can be read.
+    counts: Numbers of shards in which stored blocks can be read.
 
     Returns: Bytes of each removed folder, by name relative to `path`.
     """

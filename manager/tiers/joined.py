@@ -21,7 +21,7 @@ class Shard(NamedTuple):
 
 
 class JoinedTier(Tier):
-    """Base class of a tier made of others. The first has all blocks; `drop` and `close` call the method of each."""
+    """Base of a tier made of others. `put_all`, `absent` and `room` call the first; `drop` and `close` call all."""
 
     def __init__(self, *tiers: Tier) -> None:
         self._tiers = tiers

@@ -132,6 +132,7 @@ class Journal:
                 self._wake.notify()
 
     def clear(self) -> None:
+        """Have the thread empty the journal. Records handed over before are not kept."""
         with self._wake:
             self._news.clear()
             self._is_cleared = True

@@ -43,7 +43,7 @@ OLDEST_VERSION = 7  # of the server
 BATCH = 512  # commands in a pipeline, at most
 BATCH_BYTES = 4 << 20  # approximate bytes of a batch: the blocks that one pipeline moves
 FIRST_NBYTES = 256 << 10  # assumed bytes of a block, until the first block is stored or read
-AHEAD_THREADS = 2  # of RedisTier. They fetch the next batch while the caller decodes: a restore, and a prefetch
+AHEAD_THREADS = 2  # threads of a RedisTier that fetch next batches: one for a restore, and one for a prefetch
 FALL, HALF = 0.25, 512
 """Share of the time to live that the end of an endless session lacks; depth of the block that lacks half this share."""
 SAMPLES = 64  # most block hashes in the Redis hash of a session. Each is cut to its first 4 bytes
@@ -164,7 +164,7 @@ def check(client: Client, config: RedisConfig) -> str:
 
 
 def pipelined(client: Client, commands: Sequence[tuple[Any, ...]], *, raise_on_error: bool = True) -> list[Any]:
-    """Send commands, up to BATCH together. Return the answers, in order."""
+    """Send commands, up to BATCH together. Return the answers, in order: errors, too, unless `raise_on_error`."""
     answers: list[Any] = []
     for start in range(0, len(commands), BATCH):
         pipeline = client.pipeline(transaction=False)

@@ -34,9 +34,7 @@ FIRST, RUN, SWITCHES = 32, 256, 16
 blocks taken to be as large as their middle block. SWITCHES: most runs of a lookup with different numbers of shards."""
 DELETED = (DropCause.FAILED, DropCause.ABANDONED, DropCause.EXPIRED, DropCause.RELEASED)
 """Causes of this engine's drops for which blocks are deleted from Redis, though other engines may use the blocks.
-
-Blocks dropped for another cause, such as lack of room, stay in Redis.
-"""
+Blocks dropped for another cause, such as lack of room, stay in Redis."""
 LASTING = (DropCause.EXPIRED, DropCause.RELEASED)  # causes for which a drop while Redis is down deletes blocks later
 
 

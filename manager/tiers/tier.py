@@ -45,7 +45,7 @@ class Tier(ABC):
     """Compressed blocks by KV cache group and block hash.
 
     No method raises for a failure of the medium (RAM, disk, Redis). `put_all` and `read` report a failure as a cause,
-    which becomes a metric's label. Each method ends in bounded time. A block may be absent until `put_all` has ended.
+    which becomes a metric's label. Each method ends in bounded time. A block may be absent while `put_all` replaces it.
 
     Any number of threads may call `put_all`, `read` and `absent` at once. These methods may wait for the medium. The
     methods `drop`, `trim` and `cleared` do no I/O, because the worker's thread that runs the model calls them.
@@ -65,7 +65,7 @@ class Tier(ABC):
             blocks: Bytes by block hash. The caller does not change them until the call ends.
             tenant: Owner of the blocks. A sealing tier encrypts with the tenant's key.
 
-        Returns: by hash, the cause of each failure. The tier then has the earlier block with this hash, or none.
+        Returns: by hash, the cause of each failure. The tier then has the earlier block, none, or even the new one.
         """
 
     @abstractmethod
@@ -103,8 +103,8 @@ class Tier(ABC):
     def trim(self, group: int, keys: Iterable[bytes], parts: int) -> None:  # noqa: B027 not all can
         """Cut blocks to their first parts; see `part_ends`. Do nothing if `can_trim` is False.
 
-        Blocks with fewer parts, and unknown hashes, are ignored. The cut-off parts are absent from now on, and are
-        erased like a dropped block. A `read` of the blocks that runs during the call may find nothing.
+        Blocks of at most `parts` parts, and unknown hashes, are ignored. The cut-off parts are absent from now on, and
+        are erased like a dropped block. A `read` of the blocks that runs during the call may find nothing.
 
         Args:
             group, keys: See the class.
@@ -123,7 +123,7 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release memory, connections and threads, and finish pending work within a bounded time."""
+        """Finish pending work within a bounded time, and end connections and threads. RAM is freed with the object."""
 
     @abstractmethod
     def room(self, nbytes: int) -> int:
