@@ -2,7 +2,7 @@
 
 A compressed block has sections. A section holds some of a KV block's numbers, such as the keys of all layers and heads.
 A `Codec` encodes and decodes a section. A preset is a named choice of options; its method `codec` makes a `Codec`. The
-CPU and GPU backends decode each other's blocks.
+CPU and GPU backends decode each other's blocks, but for `klt-exact`, which has no GPU version.
 
     fold(x)   the sum of a sequence in a prescribed order. The upper half is added onto the lower half, until one
               element is left. The middle element of an odd number of elements is left as it is. A vector of D numbers
@@ -120,7 +120,7 @@ class Section:
 class Codec(ABC):
     """Encodes the numbers of a section of a block to bytes, and decodes them.
 
-    Several threads may call the methods at once. Each call computes on its caller's core only.
+    Several threads may call the methods at once. A call uses one core, but for matrix products of `klt` by BLAS.
     """
 
     name: str
@@ -143,7 +143,7 @@ class Codec(ABC):
         Args:
             section: shape, kind and dtype of the numbers.
 
-        Raises: SizeError for a section that the codec was not made for.
+        Raises: SizeError or ShapeError for a section that the codec was not made for.
         """
 
     def expected_nbytes(self, section: Section) -> int:
@@ -197,7 +197,7 @@ class Codec(ABC):
 
         Args:
             encoded, section, positions: as for `decode`.
-            refinements: uint8 each, coarsest first. The last ones are missing if the block was cut.
+            refinements: as `wire.parse` returns them, coarsest first. The last ones are missing if the block was cut.
 
         Raises: see `decode`.
         """

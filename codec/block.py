@@ -30,15 +30,15 @@ from manthan.codec.wire import BlockHeader, Buffer, align16, block_nbytes, head,
 class Scales:
     """Layout of the scales of fp8 latents among a block's exact bytes. Each piece of a token's latent has a scale.
 
-    vLLM chooses the scales token by token. A codec encodes the numbers times their scales, so that all numbers have one
-    unit. Decoded numbers are divided by the same scales. A scale that is not positive counts as 1.
+    A codec encodes the numbers times their scales, so that all numbers have one unit. Decoded numbers are divided by
+    the scales. A codec that stores a scale with each vector ignores them. A scale that is not positive counts as 1.
 
     Args:
         row: bytes of a token in the paged cache: the latent, then RoPE's part.
         piece: count of numbers in a piece, which have a common scale.
         nbytes: bytes of a scale: 4 for float32, 1 for float32's exponent alone.
-        stride: bytes from a token's scales to the next token's, in the array that has the scales.
-        place: index of that array in `BlockShape.arrays`: 0 for RoPE's part, 2 for `BlockShape.opaque`.
+        stride: bytes from a token's scales to the next token's. The first token's scales begin the array.
+        place: index of the array with the scales in `BlockShape.arrays`: 0 for RoPE's part, 2 for `BlockShape.opaque`.
         rope_at: byte offset of the bf16 numbers in RoPE's part of a token.
     """
 
@@ -131,7 +131,7 @@ class DecodedShard(NamedTuple):
     first_head: int  # among the model's KV heads
     heads: int
     numbers: tuple[Numbers, ...]  # as in `BlockShape.arrays`
-    ignored: int = 0  # bytes behind the block's sections and its good refinements, which make decoded numbers finer
+    ignored: int = 0  # count of bytes behind the base and its undamaged refinements, see `wire`
 
 
 PIECE = 128  # most numbers of a piece of a latent
@@ -189,7 +189,7 @@ class BlockFormat:
     An fp8 block is kept exact as a whole if this is smaller, or if the codec refuses its numbers.
 
     Args:
-        shape: shape of the blocks before encoding.
+        codec, shape: name of the codec, see `get_codec`, and shape of the blocks before encoding.
         fingerprint, group: see `wire.BlockHeader`.
         facts: RoPE, profile and layout of states of the model, which some codecs need.
         first_head: index of the blocks' first head among the model's KV heads.
@@ -244,7 +244,7 @@ class BlockFormat:
         return min(coded, self._whole_nbytes) if self._may_be_whole(exact) else coded
 
     def sizes_vary(self, exact: int) -> bool:
-        """True if blocks with `exact` exact tokens may differ in size."""
+        """True if blocks with `exact` exact tokens may differ in size, other than fp8 blocks kept exact as a whole."""
         return any(self._codecs[section.codec].varies for section in sections(self.codec, self.shape, exact))
 
     def _may_be_whole(self, exact: int) -> bool:
@@ -324,7 +324,7 @@ class BlockFormat:
         return refined(seal(block[:at]), refinements) if refinements else seal(block[:at])
 
     def decode(self, buf: Buffer, *, key: bytes) -> tuple[Numbers, ...]:
-        """Return the arrays of a block with any number of exact tokens. The arrays may be views of `buf`.
+        """Return the arrays of a block with any number of exact tokens. The arrays may be read-only views of `buf`.
 
         Raises: WireError with the cause, or another CodecError for undecodable bytes.
         """
@@ -355,7 +355,7 @@ class BlockFormat:
         return DecodedShard(*self._heads_of(block.header), numbers, block.ignored)
 
     def _codec_of(self, section: Section, arrays: Sequence[Numbers]) -> Codec:
-        """Return the codec of a section. arrays: the block's arrays; the array with scales is complete."""
+        """Return the codec of a section. arrays: the block's arrays. The array with scales must be complete."""
         codec, scales = self._codecs[section.codec], self.shape.scales
         if scales is None or section.kind is not SectionKind.LATENT or not isinstance(codec, Fp8Codec):
             return codec

@@ -27,7 +27,7 @@ from manthan.codec.tables.levels import FINE, STEPS, WIDTHS, coarser
 
 SINKS = 4  # first tokens of a text, left out because blocks keep them exact
 HELD_BACK = 5  # of the tokens of a call of `add`, the last fifth is held back
-SAMPLE = 2048  # most held back tokens of a layer
+SAMPLE = 2048  # `add` drops half of a group's held back tokens if there are more
 BLOCK = 16  # tokens of the blocks whose size decides the step: the smallest usual block size
 HEADER = 256  # bytes of the block's header and entries
 EVEN = 0.001  # weight added to each direction of a metric, as a share of the average weight
@@ -72,7 +72,7 @@ class ProfileBuilder:
 
         Args:
             layer: index of the layer. The layers of a text are added in ascending order.
-            positions: [tokens], positions in a single text.
+            positions: [tokens], positions in a single text of more than SINKS tokens.
             parts: keys and values, or latents, [heads, tokens, head_dim], keys after RoPE as in the cache.
         """
         first, *others = parts
@@ -92,7 +92,7 @@ class ProfileBuilder:
     def weigh_tokens(self, energies: Sequence[Doubles]) -> None:
         """Add weights of the tokens of the text that was added last: how much later queries attend to each token.
 
-        energies: for each layer, [tokens], weights of the text's tokens from token SINKS on, such as of a gradient.
+        energies: for each layer, [tokens], weights, not negative, of the text's tokens from token SINKS on.
         """
         for joint in self._flat:
             joint.weigh(np.sum([energies[layer] for layer in joint.layers], 0))
@@ -182,7 +182,7 @@ class _Joint:
         return made
 
     def _roots(self, metrics: Mapping[int, Sequence[Doubles]], covariance: Doubles) -> list[tuple[slice, Doubles]]:
-        """Return a matrix for the rows' numbers of each layer and kind, with their columns.
+        """Return each layer and kind's columns of a row, and a matrix for the numbers in them.
 
         Errors of numbers @ matrix cost the same in all directions, layers, keys and values.
         """
@@ -252,7 +252,7 @@ def _joints(info: ProfileInfo, heads: range) -> list[_Joint]:
 def _stepped(
     info: ProfileInfo, ranks: Sequence[Sequence[_Joint]]
 ) -> tuple[list[list[Group]], tuple[float, ...], tuple[float, ...]]:
-    """Return the groups, with the least step that meets RATIOS if any does; and bits and divergences by level."""
+    """Return the groups with the least of FINEST that meets RATIOS, else the largest; bits and divergences by level."""
     every = [each for of_rank in ranks for each in of_rank]
     size = sum(each.y.shape[1] for each in every)
     groups = [each.group for each in every]

@@ -14,11 +14,11 @@ class HeadDimError(CodecError):
 
 
 class ShapeError(CodecError):
-    """Numbers, a paged cache, a size or a count of exact tokens does not fit a block, or a section not a codec."""
+    """Numbers, a paged cache, a size or a count of exact tokens does not fit its block, or a section its codec."""
 
 
 class NonFiniteError(CodecError):
-    """A number to encode is a NaN, infinite, too large or too far from the profile, or a stored scale is not finite."""
+    """A number to encode is not finite, too large or too far from the profile, or a stored step or scale is invalid."""
 
 
 class DamagedError(CodecError):
@@ -47,7 +47,7 @@ class WireError(CodecError):
 
 
 class SizeError(WireError):
-    """Shapes and lengths contradict each other, or those of the requested block."""
+    """A shape, a length or another number cannot be, or is not that of the requested block."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "size")

@@ -31,9 +31,9 @@ LOGIT_NOISE, WORST_LOGIT_NOISE, VALUE_NOISE = 0.065, 0.2, 0.5
 QUERIES = 64  # most tokens of a head that stand for queries
 TINY = 1e-30
 LEAST_SHARE = 2e-5
-"""Tokens differ if the energy (sum of squares) of their difference is above this share of their own energy.
+"""A head's tokens differ if their energy (sum of squares) about their mean is above this share of their energy.
 
-Less may be bf16's rounding. fp8 rounds more, but noise is measured against numbers that fp8 has rounded already."""
+Two tokens differ from twice this share on. Less may be bf16's rounding. fp8 is compared as rounded already."""
 LEAST_TOKENS = 32  # least number of different tokens for a measurement; all tokens if the samples have fewer
 
 
@@ -106,8 +106,8 @@ class Sample:
 def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -> Fidelity:
     """Return the noise of a format on sample blocks.
 
-    Exact tokens are left out, unless all samples are exact throughout. Tokens whose values in the last layer repeat an
-    earlier token's are left out. In each layer, heads whose tokens are all equal are left out.
+    Each sample's `exact` tokens are left out, unless all tokens are exact. Tokens whose values in the last layer repeat
+    an earlier token's are left out. In each layer, heads whose tokens are all equal are left out.
 
     Raises: NothingToMeasureError if too few tokens are left, CodecError for unencodable KV.
     """

@@ -24,7 +24,7 @@ and decoding:
 
     x^ = hadamard(+-q) * w * s, clipped to +-bf16's largest; then -0 becomes 0, and x^ is rounded to its dtype
 
-With this scale s <x, x^> = <x, x>: inner products with x^ are right on average (RaBitQ, Gao and Long, SIGMOD 2024). A
+With this scale, <x, x^> = <x, x>: inner products with x^ are right on average (RaBitQ, Gao and Long, SIGMOD 2024). A
 vector whose s falls below 2**-126 loses digits; below 2**-134 it decodes to zeros.
 """
 

@@ -28,7 +28,7 @@ FORMAT = "manthan profile 2"
 LEVELS = {"klt-20x": 0, "klt-12x": 1, "klt-8x": 2, "klt-5x": 3, "klt-exact": 4}
 """Calibrated codecs, each with the level of its new blocks: their number of refinements."""
 DIVERGENCES = 0.032, 0.0075, 0.00096, 0.00012, 0.0
-"""Divergence of a model's predictions at each level, in nats, of a model without measurements of its own."""
+"""Divergence of predictions at each level, in nats, to assume for a model without measurements of its own."""
 KINDS = ("keys", "values")
 POINT = 20  # bits of the largest deviation of a layer's keys, or values, as a whole number
 GROUP = {
@@ -72,7 +72,7 @@ class Group:
         return self.transform.astype(np.float32) * self.scale
 
     def points(self, kinds: int) -> npt.NDArray[np.int64]:
-        """Fraction bits of numbers in fixed point, [C]: equal for a layer's keys, and equal for the layer's values."""
+        """Fraction bits of numbers in fixed point, [C]: equal for the group's keys of a layer, and for its values."""
         runs = self.deviations.reshape(self.place[1] * kinds, -1)
         return np.repeat(POINT - np.frexp(runs.max(1))[1].astype(np.int64), runs.shape[1])
 
@@ -100,8 +100,8 @@ class ProfileInfo:
     latent: count of numbers in a token's latent (MLA); 0 for keys and values.
     bits: mean bits per number at each level, on tokens held out of the calibration.
     divergences: by lossy level, mean Kullback-Leibler divergence of the model's predictions after decoded KV, in nats.
-        `manthan calibrate` measures it on a piece of the text held out of the calibration. If that cannot be, and from
-        traffic, it is the error in the metric, scaled to `DIVERGENCES` at level 2. Older profiles have none.
+        `manthan calibrate` measures it on a piece of the text held out of the calibration. If this fails, and in
+        profiles from traffic, it is the error in the metric, scaled to `DIVERGENCES` at level 2. Older ones have none.
     """
 
     model: str

@@ -37,7 +37,7 @@ class Preset(Protocol):
 
         Args:
             head_dim: count of numbers in a vector, a multiple of 8 from 32 to 512.
-            facts: facts of the model; see `takes_facts`.
+            facts: facts of the model. A server passes NO_FACTS unless `takes_facts`.
 
         Raises: CodecError if the codec cannot encode such vectors.
         """
@@ -58,7 +58,7 @@ def codec_names() -> list[str]:
 
 
 def takes_facts(name: str) -> bool:
-    """True if the codec uses `ModelFacts`, so that only engines with the same facts can read the blocks."""
+    """True for Manthan's codecs that use a RoPE or profile. Only engines with the same facts can read the blocks."""
     return isinstance(PRESETS.get(name), WhtPreset | KltPreset)
 
 

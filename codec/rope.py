@@ -67,8 +67,8 @@ class Rope:
 
         None for a model without RoPE, for M-RoPE (angles depend on the kind of input), and for a kind not in STEADY.
 
-        config: of the text part of the model. layer_type: kind of layer, such as sliding_attention, for a model whose
-        RoPE differs between kinds; without it the result for such a model is None.
+        config: of the model's text part. head_dim: numbers of a head; the kinds linear, llama3 and yarn read it from
+        `config` instead. layer_type: such as sliding_attention. If RoPE differs by type, other types give None.
         """
         parameters = getattr(config, "rope_parameters", None) or {}
         of_layers = isinstance(parameters, Mapping) and isinstance(parameters.get(layer_type), Mapping)

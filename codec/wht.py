@@ -291,7 +291,7 @@ class WhtCodec(Codec):
 
 
 def halves(rope: Rope | None, head_dim: int) -> npt.NDArray[np.int64] | None:
-    """Return indices [head_dim] that put first numbers of RoPE's pairs first, then the second; None to move none."""
+    """Return indices [head_dim] of RoPE's pairs' first numbers, then second ones, then the rest; None if none moves."""
     if rope is None or not rope.interleaved:
         return None
     numbers, (first, second) = np.arange(head_dim), rope.pairs

@@ -21,7 +21,7 @@ Refinement: number u8, from 1 on; 3 zero bytes; length of the body u32, a multip
 the block hash (64 bytes), the fingerprint, the refinement's first 8 bytes and the body, u64; the body, filled up with
 zeros. A reader takes refinements up to the first damaged refinement.
 
-Vectors of keys or of values stand in the order [layers, heads, tokens].
+A section decodes to numbers in the order of `Section.shape`.
 """
 
 import struct
@@ -172,14 +172,12 @@ def refined(block: ByteArray, bodies: Sequence[ByteArray]) -> ByteArray:
 
 
 def body_nbytes(nbytes: int) -> int:
-    """Return the padded length of a refinement's body of `nbytes` bytes. Because xxh3 hashes up to 240 bytes by
-    another algorithm, a body has at least LEAST_BODY bytes.
-    """
+    """Return the padded length of a refinement's body. xxh3 would hash less than LEAST_BODY by another algorithm."""
     return max(LEAST_BODY, align16(nbytes))
 
 
 def part_ends(block: Buffer) -> list[int]:
-    """Return the offsets of the ends of the base and of each refinement. Checks lengths alone. Raises WireError."""
+    """Return the offsets of the ends of the base and of each refinement. Checks no checksum. Raises WireError."""
     data = np.frombuffer(block, np.uint8)
     ends = _ends(data, peek(data).nbytes)
     if ends[-1] != data.size:

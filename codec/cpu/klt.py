@@ -17,8 +17,9 @@ goes to rANS stream i % streams (see `manthan.codec.cpu.rans`).
 The last refinement encodes bf16 and fp8 numbers. The finest lossy level predicts them in whole-number arithmetic, which
 gives equal results on every machine. Cells, about half the prediction error's standard deviation wide, divide bf16's
 numbers. A number is encoded as its cell's distance from the predicted cell, bits inside the cell, and in cell 0 its
-exponent. An fp8 number is encoded as its distance from the predicted one, in ranks: all fp8 numbers in order. The table
-of frequencies follows from the expected error, in steps of fp8 at the predicted number:
+exponent. An fp8 number is encoded as its distance from the predicted one, in ranks: all fp8 numbers in order. Its table
+follows from the expected error in fp8's steps at the predicted number. The layout is little-endian. Of two j in a
+byte, the first has the low bits; zeros follow the last j up to an even count of bytes:
 
     base:             | version u8, 1 | k u8 | 2 zero bytes | j + 8 of groups and tokens, 4 bits each | rows of groups |
     refinement:       | rows of groups |
@@ -142,7 +143,7 @@ class KltCodec(Codec):
     def encode_parts(
         self, x: Numbers, section: Section, positions: Positions, out: ByteArray
     ) -> tuple[int, list[ByteArray]]:
-        """Raises NonFiniteError."""
+        """Raises NonFiniteError; SizeError for a section that is not of the profile."""
         most, numbers = self.max_nbytes(section), as_floats(x, section.dtype)
         check_finite(numbers)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -410,7 +411,7 @@ def finest(y: Any, shifts: Whole) -> Any:
 
 
 def places(group: Group, q: Any, j: Whole, k: int, level: int) -> Any:
-    """Return the decoded components at a level, float64 [C, tokens], in 1 / (256 * FINE) of the step at j + k = 0."""
+    """Return components decoded from a level's q, float64 [C, tokens], in 1 / (256 * FINE) of the step at j + k = 0."""
     made = np.empty(q.shape)
     kernels().places(q, group.tables, j, *_numbers(level, j, k), made)
     return made

@@ -1,5 +1,5 @@
 """Kernels compiled by numba: the entropy coders of `manthan.codec.cpu.rans` and `manthan.codec.cpu.klt`, the transform
-of `manthan.codec.wht` with RoPE's rotation of keys, and a matrix product.
+of `manthan.codec.wht` and `k3v3`, RoPE's rotation of keys, and a matrix product.
 
 The transform works on LANES vectors at a time, transposed into a tile [head_dim, LANES] within the first-level cache,
 so that every step is a SIMD loop over LANES. Tiles are flat, because the compiler then sees the constant row length.
@@ -200,7 +200,7 @@ def _fold(rows: Floats) -> None:
 
 @jit()
 def _turn(x: Floats, cos: Floats, sin: Floats, out: Floats) -> None:
-    """Turn a vector by RoPE's angles."""
+    """Turn a vector by RoPE's angles. Pair i is the numbers i and len(cos) + i."""
     n = len(cos)
     for i in range(n):
         a, b, c, s = x[i], x[n + i], cos[i], sin[i]
@@ -550,7 +550,7 @@ def write_exact(
 
     Args:
         bits: the numbers, [vectors, tokens, head_dim].
-        near: their lossy numbers, in units of 2**-points[vector].
+        near: their predictions, in units of 2**-points[vector].
         errors: three times log2 of the expected errors in these units, [vectors, head_dim].
         shifts: what a token adds to `errors`, [vectors, tokens].
         cells: `encoding` of the `Coder` of `manthan.codec.tables.levels.cells`.

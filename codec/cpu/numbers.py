@@ -41,7 +41,7 @@ def kernels() -> Any:
 
 
 def as_floats(x: Numbers, dtype: Dtype = Dtype.BFLOAT16) -> Floats:
-    """Return the numbers as float32. The conversion is exact.
+    """Return the numbers as float32: `x` itself if it is float32. The conversion is exact.
 
     dtype: of the numbers. Only fp8 needs it, because uint8 does not tell which fp8 format.
     """
@@ -53,7 +53,7 @@ def as_floats(x: Numbers, dtype: Dtype = Dtype.BFLOAT16) -> Floats:
 
 
 def as_numbers(x: Floats, dtype: Dtype) -> Numbers:
-    """Clip to a dtype's range, and round to its nearest numbers, ties to even. May overwrite x."""
+    """Clip to a dtype's range, and round to its nearest numbers, ties to even. May overwrite or return x."""
     if dtype.is_fp8:
         form = FORMS[dtype]
         size = np.minimum(np.abs(x), np.float32(form.largest))
@@ -116,7 +116,7 @@ def fp8_ranks(code: Numbers) -> npt.NDArray[np.int64]:
 
 
 def fp8_of_ranks(ranks: npt.NDArray[np.int64]) -> Numbers:
-    """Undo `fp8_ranks`. Ranks out of range give other bytes."""
+    """Undo `fp8_ranks`. Ranks out of range wrap around."""
     code: Numbers = np.where(ranks < 0, SIGN | (-1 - ranks) % SIGN, ranks % SIGN).astype(np.uint8)
     return code
 
@@ -129,7 +129,7 @@ def fp8_steps(code: Numbers, dtype: Dtype) -> npt.NDArray[np.int64]:
 
 
 class Fp8Codec(Codec):
-    """Codec of fp8 sections: another codec encodes their numbers, as float32 unless it takes fp8.
+    """Codec of fp8 sections: another codec encodes the bytes if it `takes_fp8` and there are no scales, else float32.
 
     scales: float32 that broadcast to a section's shape. `codec` encodes the numbers times their scales, if any.
     """

@@ -17,7 +17,7 @@ HEAD_DIM, TOKENS = 64, 256
 
 
 def main(dtype: str, codecs: Sequence[str]) -> None:
-    """Compile the CPU kernels of codecs, by name. They are the same for all shapes and profiles. dtype: in `Dtype`."""
+    """Compile the CPU kernels of codecs, by name. Shapes and profiles do not matter. dtype: name of a `Dtype`."""
     shape = BlockShape(layers=1, heads=1, tokens=16, head_dim=HEAD_DIM, dtype=Dtype[dtype])
     for codec in codecs:
         facts = _facts() if needs_profile(codec) else NO_FACTS
@@ -25,7 +25,7 @@ def main(dtype: str, codecs: Sequence[str]) -> None:
 
 
 def _facts() -> ModelFacts:
-    """Return a profile calibrated on random numbers, with the profile's RoPE."""
+    """Return a RoPE, and a profile calibrated on random numbers."""
     rope = Rope(tuple(np.geomspace(1, 1e-4, HEAD_DIM // 2)))
     builder, chance = ProfileBuilder(ProfileInfo("", 1, 1, HEAD_DIM, rope, "none")), np.random.default_rng(0)
     parts = chance.standard_normal((2, 1, TOKENS, HEAD_DIM), np.float32)

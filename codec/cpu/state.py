@@ -46,7 +46,7 @@ class StateLayout:
 
 
 class StateCodec(Codec):
-    """Codec of states, named in STATE_CODECS. All methods raise ShapeError for a section of a different layout."""
+    """Codec of states, named in STATE_CODECS. Methods with a section raise ShapeError if its layout differs."""
 
     def __init__(self, name: str, layout: StateLayout) -> None:
         self.name, self.layout, self.is_int8 = name, layout, name == STATE_CODECS["int8"]

@@ -5,12 +5,12 @@ component at the finest lossy level is q3. Numbers of coarser levels follow from
 
     |q2| = (|q3| + 1) // 3;  |q1| = |q2| // 2;  |q0| = |q1| // 2
 
-The intervals nest (Equitz and Cover, "Successive refinement of information", 1991); around 0 they are the widest. A
-table has a generalized Gaussian's shape of SHAPES and a width of WIDTHS. A refinement encodes in which part of its
-interval a number is, with frequencies by the table and the magnitude at the level before. A number decodes to its
-interval's mean. The last refinement makes a block exact: it encodes the distance of a number's cell, an interval of
-2**n units, from the expected cell. In a cell at 0 it also encodes a fall: by how many octaves the number's exponent is
-below the cell's largest exponent.
+The intervals nest (Equitz and Cover, "Successive refinement of information", 1991). At levels 0 and 1 the interval
+around 0 is the widest. A table has a generalized Gaussian's shape of SHAPES and a width of WIDTHS. A refinement encodes
+in which part of its interval a number is, with frequencies by the table and the magnitude at the level before. A number
+decodes to the mean of its interval in the table's distribution. The last refinement makes a block exact: it encodes the
+distance of a number's cell, an interval of 2**n units, from the expected cell. In a cell at 0 it also encodes a fall:
+by how many octaves the number's exponent is below the cell's largest exponent.
 """
 
 from functools import cache
@@ -72,7 +72,7 @@ def _summed(x: Doubles, parents: Whole, size: int) -> Doubles:
 
 @cache
 def centres() -> npt.NDArray[np.int32]:
-    """Return intervals' means less magnitude * step; 0 for 0. [levels, tables, magnitudes], in finest step / FINE."""
+    """Return means of intervals less magnitude * step, [levels, tables, magnitudes], in 1 / FINE of the finest step."""
     mass, mean = _masses()
     made = np.zeros((len(STEPS), len(mass), MAGNITUDES), np.int32)
     for level, parents in enumerate(coarser(np.arange(mass.shape[1]))):
@@ -131,6 +131,6 @@ def parts() -> npt.NDArray[np.uint32]:
 
 @cache
 def edges() -> npt.NDArray[np.uint32]:
-    """Return the sums of `parts` of the first symbol and of the first two, as 16 bits each: [..., magnitudes]."""
+    """Return frequencies of symbol -1 in the low 16 bits, of -1 and 0 together in the high 16: [..., magnitudes]."""
     first, second = np.cumsum(parts(), -1, np.uint32)[..., :2].transpose(3, 0, 1, 2)
     return np.ascontiguousarray(first | second << np.uint32(16))
