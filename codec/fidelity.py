@@ -56,6 +56,8 @@ class Fidelity:
     def excess(self) -> float:
         """Largest ratio of a noise to its limit."""
         worst, value = float(self.logit_noise.max()), float(self.value_noise.max())
+        if np.isnan(worst + value):  # of KV with NaNs, which fp8 can have
+            return np.inf
         return max(float(self.logit_noise.mean()) / LOGIT_NOISE, worst / WORST_LOGIT_NOISE, value / VALUE_NOISE)
 
     @property
@@ -65,9 +67,12 @@ class Fidelity:
 
     @classmethod
     def median(cls, found: "Sequence[Fidelity]") -> "Fidelity":
-        """Return each layer's median noise of several measurements, so that no single unusual session decides."""
+        """Return each layer's median noise of several measurements, so that no single unusual session decides.
+
+        NaNs are ignored if other measurements have none.
+        """
         names = ("logit_noise", "value_noise")
-        middle = {name: np.median([getattr(one, name) for one in found], axis=0) for name in names}
+        middle = {name: np.nanmedian([getattr(one, name) for one in found], axis=0) for name in names}
         return replace(
             found[0], **middle, tokens=sum(one.tokens for one in found), decode_s=min(one.decode_s for one in found)
         )

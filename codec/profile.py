@@ -184,7 +184,8 @@ class Profile:
         try:
             content = path.read_bytes()
             size = int.from_bytes(content[:8], "little")
-            metadata = json.loads(json.loads(content[8 : 8 + size])["__metadata__"]["manthan"])  # `load` leaves it out
+            told = json.loads(content[8 : 8 + size])["__metadata__"]["manthan"]  # `load` leaves it out
+            metadata = dict(json.loads(told))
             tensors = load(content)
         except OSError as error:
             raise ProfileError(f"the profile {path} cannot be read: {error.strerror}.") from None

@@ -6,6 +6,7 @@ up to the first different token. All later tokens are computed again.
 """
 
 import os
+import re
 import resource
 import shutil
 from collections.abc import Iterator, Sequence
@@ -121,7 +122,7 @@ def file_system(path: Path) -> str:
     real, best, kind = path.resolve(), -1, ""
     for line in MOUNTS.read_text(errors="replace").splitlines():
         _, at, name, *_ = line.split(" ")
-        mount = Path(at.encode().decode("unicode_escape"))  # a space in a name is \040
+        mount = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), at))  # a space in a name is \040
         if real.is_relative_to(mount) and len(mount.parts) >= best:  # a later mount hides an earlier one
             best, kind = len(mount.parts), name
     return kind

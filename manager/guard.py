@@ -50,15 +50,15 @@ class Guard:
 
     def answered(self, verdicts: Sequence[Verdict]) -> None:
         """Take verdicts. Given one of each rank, use the coarsest codec that suits all; if one failed, `_unjudge`."""
-        self._verdicts.update((verdict.rank, verdict) for verdict in verdicts)
+        lossy = self._finest + 1  # verdicts from before an `offer` lack the offered codec
+        self._verdicts.update((one.rank, one) for one in verdicts if len(one.measured) in (0, lossy))
         found = list(self._verdicts.values())
         if len(found) < self._ranks:
             return
         if not all(verdict.measured for verdict in found):
             self._unjudge()
             return
-        lossy = range(self._coarsest, self._finest + 1)
-        choice = next((at for at in lossy if self._may_use(at, found)), self._finest + 1)
+        choice = next((at for at in range(self._coarsest, lossy) if self._may_use(at, found)), lossy)
         worst = max(found, key=lambda verdict: (verdict.is_slow(0), verdict.measured[0].excess))
         was, self._judged = self._judged, choice
         self._use(choice)
@@ -79,7 +79,7 @@ class Guard:
         """Take the divergence that a recheck has measured, in nats.
 
         If the mean of the last RECHECKS divergences is too large, refuse the codec in use and all coarser ones, and
-        return the mean. Else return None. Some of these divergences may be of an earlier codec.
+        return the mean. Else return None. Blocks of an earlier codec, restored later, count too.
         """
         if self._used > self._finest:
             return None
@@ -87,7 +87,6 @@ class Guard:
         mean = fmean(self._divergences)
         if len(self._divergences) < RECHECKS or mean <= MOST_DIVERGENCE:
             return None
-        self._divergences.clear()
         self._coarsest = self._used + 1
         self._use(self._coarsest)
         self.answered(())
@@ -112,5 +111,7 @@ class Guard:
         return noise <= limit and not any(verdict.is_slow(choice) for verdict in found)
 
     def _use(self, choice: int) -> None:
+        if choice != self._used:
+            self._divergences.clear()
         self._used = choice
         self._manager.recode(*self._choices[choice], all_exact=choice > self._finest)

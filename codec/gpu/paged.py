@@ -102,18 +102,16 @@ class PagedLayout:
         return [*rope, *([(self.coded, exact)] if exact else [])]
 
     def raw(self) -> "list[PagedLayout]":
-        """Return a layout for each run of consecutive caches of `opaque` with rows of equal size.
+        """Return a layout for each run of consecutive caches of `opaque` with rows of equal size and stride.
 
-        A cache's bytes of a block stand as one key of one token, in the dtype of `caches`. A run has a common stride.
+        A cache's bytes of a block stand as one key of one token, in the dtype of `caches`.
         """
         if self.opaque is None:
             return []
         caches = [cache.view(self.caches[0].dtype) for cache in self.opaque.caches]
         told: dict[str, Any] = {"key_at": 0, "value_at": None, "fp8": self.fp8}
-        return [
-            PagedLayout(tuple(run), 1, 1, size, run[0].stride(0), size, size, **told)
-            for size, run in ((size, list(run)) for size, run in groupby(caches, lambda cache: cache.shape[1]))
-        ]
+        runs = groupby(caches, lambda cache: (cache.shape[1], cache.stride(0)))
+        return [PagedLayout(tuple(run), 1, 1, size, stride, size, size, **told) for (size, stride), run in runs]
 
 
 @dataclass(frozen=True)

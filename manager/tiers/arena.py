@@ -53,14 +53,12 @@ class Arena:
         self._size_at: dict[int, int] = {}  # by start of a hole
         self._start_before: dict[int, int] = {}  # by end of a hole
         self._holes: list[tuple[int, int]] = []  # size and start of each, sorted
-        self._end = 0
         self.join(Extent(0, nbytes))
 
     def join(self, more: Extent) -> None:
         """Add free addresses, which must lie behind all others. Round their number down to a multiple of GRANULE."""
         size = more.nbytes - more.nbytes % GRANULE
         self.nbytes += size
-        self._end = more.start + size
         self.free([Extent(more.start, size)])
 
     @property

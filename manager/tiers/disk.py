@@ -390,7 +390,8 @@ def open_rank(path: Path, name: str, shard: Shard, max_bytes: int, is_left: bool
 
 def counts_in(folder: Path) -> list[int]:
     """Return each number of shards, sorted, in which a server has stored blocks in the folder of a namespace."""
-    return sorted({int(each.parent.name.rpartition("-")[2]) for each in folder.glob(f"rank-*-of-*/{BLOCKS}")})
+    counts = {each.parent.name.rpartition("-")[2] for each in folder.glob(f"rank-*-of-*/{BLOCKS}")}
+    return sorted(int(count) for count in counts if count.isdecimal())  # a folder set aside ends in .bad
 
 
 def found_in(folder: Path, shard: Shard) -> dict[BlockName, list[int]]:

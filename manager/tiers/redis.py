@@ -99,7 +99,7 @@ class Circuit:
             self._failures = self._failures + 1 if failure else 0
             if failure:
                 self.last_error = failure
-                longest = min(BREAK_MOST_S, BREAK_FIRST_S * 2 ** (self._failures - 1))
+                longest = min(BREAK_MOST_S, BREAK_FIRST_S * 2 ** min(self._failures - 1, 16))
                 self._until = time.monotonic() + longest * random.uniform(0.5, 1.0)
             changed = self.is_up is not was_up
         if changed:

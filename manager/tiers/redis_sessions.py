@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias
 
 from manthan.manager.events import BlocksDropped, DropCause
@@ -187,7 +187,7 @@ class RedisSessions:
                     self._answers[request_id] = found if namespace is self._namespace else LookupResult()
             if lookups:
                 self._answered()
-            self._try(namespace)
+            self._try()
             was_up, self._was_up = self._was_up, self._circuit.is_up
             if self._was_up and not was_up:
                 logger.info("Manthan: Redis answers again.")
@@ -273,7 +273,7 @@ class RedisSessions:
                     sizes[block] = sum(each)
         return sizes
 
-    def _try(self, namespace: Namespace) -> None:
+    def _try(self) -> None:
         """Write the waiting records and deletions. If none waits and Redis was down, ask if it is back."""
         if self._circuit.wait_s:
             return
@@ -281,10 +281,16 @@ class RedisSessions:
         try:
             if not (self._is_behind or self._circuit.is_up):
                 self._ask([("PING",)])
-            while (record := next(iter(list(self._records.values())), None)) is not None:
-                self._save(namespace, record)
-                self._done(record)
-            while names := list(self._deletes)[:BATCH]:
+            while True:
+                with self._wake:  # `reset` changes all three together
+                    namespace, record = self._namespace, next(iter(self._records.values()), None)
+                    names = [] if record else list(islice(self._deletes, BATCH))
+                if record is not None:
+                    self._save(namespace, record)
+                    self._done(record)
+                    continue
+                if not names:
+                    break
                 every = list(chain.from_iterable(self._counts.values()))
                 self._ask([("UNLINK", *(namespace.block(*name, shard) for name in names for shard in every))])
                 self._done(None, names)

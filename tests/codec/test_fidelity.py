@@ -93,6 +93,14 @@ def test_bad_values_count_too():
     assert not found.is_faithful
 
 
+def test_a_number_that_is_none_is_no_small_noise():
+    found = of("k3v3", kv())
+    assert found.is_faithful
+    found.value_noise[1] = np.nan
+    assert not found.is_faithful
+    assert Fidelity.median([found, of("k3v3", kv())]).is_faithful
+
+
 # ---- of what it is measured
 
 

@@ -11,7 +11,7 @@ from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import ShapeError
 from manthan.codec.gpu import raw
-from manthan.codec.gpu.paged import GOOD, Batch, RawLayout, status_cause
+from manthan.codec.gpu.paged import GOOD, Batch, PagedLayout, RawLayout, status_cause
 from manthan.codec.gpu.raw import RawPagedCodec
 
 TOKENS, BLOCKS = 8, 12
@@ -110,3 +110,11 @@ def test_layers_of_another_size_are_refused() -> None:
         raw_codec(RawLayout(of.layout.caches[1:2], of.layout.shape), of.format)
     with pytest.raises(ShapeError, match="the paged cache has"):
         raw_codec(RawLayout(of.layout.caches, BlockShape(1, 1, 1, 256, Dtype.UINT8)), of.format)
+
+
+def test_opaque_layers_whose_blocks_lie_further_apart_are_copied_apart() -> None:
+    near, far = torch.zeros(4, 64, dtype=torch.uint8), torch.zeros(4, 128, dtype=torch.uint8)[:, :64]
+    opaque = RawLayout((near, far), BlockShape(2, 1, 1, 64, Dtype.UINT8))
+    coded = (torch.zeros(4, 2 * 2 * 8 * 32).bfloat16(),)
+    runs = PagedLayout(coded, 2, 8, 32, 1024, 64, 128, 0, 32, opaque=opaque).raw()
+    assert [(len(run.caches), 2 * run.block_stride) for run in runs] == [(1, 64), (1, 128)]

@@ -89,6 +89,7 @@ def test_what_is_of_another_configuration_is_removed_and_nothing_else(tmp_path: 
     for kept in ("notes", "photos-ba9876543210"):
         (tmp_path / kept).mkdir()
         (tmp_path / kept / "file").write_text("x")
+    (tmp_path / "mine-0123456789ab" / "rank-0-of-1").rename(tmp_path / "mine-0123456789ab" / "rank-0-of-1.bad")
     removed = remove_others(tmp_path, "mine-0123456789ab", {1})
     assert list(removed) == ["other-ba9876543210"]
     assert removed["other-ba9876543210"] >= 1000

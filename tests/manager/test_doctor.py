@@ -79,7 +79,7 @@ def test_a_folder_in_ram(tmp_path: Path) -> None:
 
 
 def test_a_folder_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mounts, shared = tmp_path / "mounts", tmp_path / "my share"
+    mounts, shared = tmp_path / "mounts", tmp_path / "my données"
     (shared / "codes").mkdir(parents=True)
     line = f"nas:/codes {str(shared).replace(' ', chr(92) + '040')} nfs4 rw 0 0\n"
     mounts.write_text("/dev/vda / ext4 rw 0 0\n" + line)

@@ -121,6 +121,25 @@ def test_a_measurement_that_failed_means_the_finest_codec_that_is_lossy() -> Non
     assert world.used(Verdict(0)) is FINER
 
 
+def test_a_verdict_from_before_an_offer_says_nothing_about_the_offered_codec() -> None:
+    world = World()
+    assert world.used(verdict(0.1)) is SHAPE
+    coarsest = replace(SHAPE)
+    world.guard.offer(Choice(coarsest, 10_199))
+    assert world.used(verdict(0.1)) is SHAPE
+    assert world.used(Verdict(0, [fidelity("new", 0.1), *verdict(0.1).measured])) is coarsest
+
+
+def test_rechecks_of_one_codec_do_not_count_against_the_next() -> None:
+    world = World()
+    world.used(verdict(0.1))
+    for _ in range(RECHECKS - 1):
+        assert world.guard.rechecked(2 * MOST_DIVERGENCE) is None
+    assert world.used(verdict(9.0)) is FINER
+    assert world.guard.rechecked(0.0) is None
+    assert world.manager.shape is FINER
+
+
 def test_other_weights_are_measured_anew() -> None:
     world = World()
     assert world.used(verdict(0.1)) is SHAPE

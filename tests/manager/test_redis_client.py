@@ -160,6 +160,11 @@ def test_the_wait_doubles_up_to_a_bound(world: World, jitter: float, share: floa
     assert waits == pytest.approx([share * wait for wait in longest])
 
 
+def test_a_server_that_is_down_for_hours_is_asked_as_seldom_as_one_that_is_down_for_a_minute(world: World) -> None:
+    waits = [world.fail() for _ in range(1100)]
+    assert waits[-1] == waits[10] > 0
+
+
 def test_it_rings_when_the_state_changes_and_not_else(world: World) -> None:
     world.fail()
     world.fail()

@@ -5,6 +5,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
+from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -287,6 +289,27 @@ def test_after_a_reset_nothing_of_before_is_found(start: Start) -> None:
     name = player.sessions.reset()
     assert name.startswith(f"{HERE.name}-")
     assert player.ask(hashes) == LookupResult([])
+
+
+def test_a_session_told_after_a_reset_is_written_to_the_new_namespace(
+    start: Start, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    player, hashes = start(), blocks("a", 3)
+    looks, goes_on, real = Event(), Event(), RedisSessions._found
+
+    def found(*args: Any) -> list[int]:
+        looks.set()
+        assert goes_on.wait(20)
+        return real(*args)
+
+    monkeypatch.setattr(RedisSessions, "_found", found)
+    player.sessions.look_up("r", "nobody", 0, hashes, None)
+    assert looks.wait(20)
+    new = Namespace(HERE.prefix, player.sessions.reset())
+    player.tell("chat", hashes)
+    goes_on.set()
+    until(lambda: hash_of(server, "chat", new))
+    assert not hash_of(server, "chat")
 
 
 # -- sessions -----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from manthan.manager.tiers.arena import GRANULE
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.worker.capacity import (
     COPIES_BYTES,
+    PRIMARY_BYTES,
     STAGINGS_BYTES,
     TierBytes,
     set_gpu_memory_aside,
@@ -118,6 +119,7 @@ def integrated(monkeypatch: pytest.MonkeyPatch, store: dict[str, Any], backend: 
         ({"kind": "host", "max_bytes": "40GiB"}, "numpy", 50 * GIB - 2 * COPIES_BYTES),
         ({"kind": "redis", "max_bytes": "40GiB", "host_bytes": "10GiB"}, "numpy", 80 * GIB - 2 * COPIES_BYTES),
         ({"kind": "device", "max_bytes": "40GiB", "host_bytes": "10GiB"}, "cuda", 40 * GIB - 2 * STAGINGS_BYTES),
+        ({"kind": "redis", "max_bytes": "40GiB"}, "cuda", 90 * GIB - 2 * (PRIMARY_BYTES + STAGINGS_BYTES)),
     ],
 )
 def test_one_budget_of_one_memory_is_all_that_both_take(

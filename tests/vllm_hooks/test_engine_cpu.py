@@ -11,6 +11,7 @@ import pytest
 import torch
 from key_files import write_keys
 from paged_cache import cpu_blocks, paged, write
+from threadpoolctl import ThreadpoolController
 
 from manthan.manager.config.model import SealingConfig
 from manthan.manager.tiers.arena_tier import RamTier
@@ -347,3 +348,10 @@ def test_the_pool_has_its_blocks_back_before_they_are_encoded(start: Callable[..
     assert (report.gathered, report.results) == ([job.job_id], [])
     encode.go_on.set()
     assert worker.wait().results[0].failed == {}
+
+
+def test_numpys_products_take_one_core_each(start: Callable[..., Worker]) -> None:
+    blas = ThreadpoolController().select(prefix="libscipy_openblas")
+    blas.limit(limits=2)
+    start()
+    assert [library["num_threads"] for library in blas.info()] == [1]

@@ -477,6 +477,31 @@ def test_blocks_go_through_a_small_primary_tier_to_a_secondary_one_and_back(
     assert not world.engine._primary.pins
 
 
+def test_a_block_as_large_as_the_primary_tier_is_loaded_and_a_larger_one_refused(
+    second: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = fake_cuda.paged_codec().form(TOKENS).nbytes
+    world = second(room(whole) / whole)
+    [stored] = world.store(order(0, TOKENS))
+    assert not stored.failed
+    world.tiers.clear()
+    assert not world.load([key(0)], [40]).failed
+    world.tiers.clear()
+    monkeypatch.setattr(world.tiers.host.arena, "allocate", lambda nbytes: None)  # as if no RAM had room for it
+    assert world.load([key(0)], [40]).failed == {0: "store_full"}
+
+
+def test_a_gpu_that_fails_does_not_keep_the_secondary_tier_from_its_end(
+    second: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, closed = second(4), list[bool]()
+    world.store(order(0))
+    monkeypatch.setattr(world.engine.store, "close", lambda: closed.append(True))
+    monkeypatch.setattr(world.gpu, "broken", True)
+    world.engine.shutdown()
+    assert closed == [True]
+
+
 def test_stores_wait_for_a_secondary_tier_and_are_given_back_when_their_blocks_are_needed(
     second: Callable[..., World],
 ) -> None:

@@ -115,9 +115,11 @@ def share_memory(vllm_config: "VllmConfig") -> None:
             "memory_bytes decides the size of the KV pool, but --kv-cache-memory-bytes (or "
             "VLLM_CPU_KVCACHE_SPACE) gives the pool a size: use one of them"
         )
-    tiers = config.tiers
-    ram = tiers.max_bytes if tiers.kind == "host" else tiers.host_bytes
-    ours = ram + (0 if is_on_gpu(vllm_config) else COPIES_BYTES * ranks)
+    tiers, on_gpu = config.tiers, is_on_gpu(vllm_config)
+    ram = int(tiers.max_bytes if tiers.kind == "host" else tiers.host_bytes)
+    if on_gpu and tiers.is_lasting:
+        ram = max(ram, PRIMARY_BYTES * ranks)
+    ours = ram + (0 if on_gpu else COPIES_BYTES * ranks)
     total = _device_nbytes()
     if not ours < budget <= total * ranks:
         raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from threadpoolctl import ThreadpoolController
 from vllm.logger import init_logger
 
 from manthan.codec import wire
@@ -222,6 +223,8 @@ class CpuEngine(Engine):
         self._loaders = JobThreads(1, "manthan-restore", cpus)
         self._prefetchers = JobThreads(1, "manthan-prefetch", cpus)
         self._all = (self._gatherers, self._encoders, self._loaders, self._prefetchers)
+        # Further threads of numpy's BLAS would wait busily on the cores of the model and of other codec threads.
+        ThreadpoolController().select(prefix="libscipy_openblas").limit(limits=1)
 
     def _prepare(self, metadata: ManthanMetadata) -> None:
         if metadata.cancels:

@@ -229,7 +229,8 @@ class CudaEngine(Engine):
         self._stop(self._loadings)
         for threads in (*self._readers, self._writers):
             threads.shutdown()
-        self.wait()
+        with suppress(Exception):  # a broken GPU must not keep the secondary tier from its end
+            self.wait()
         for slab in self.tiers.all:
             slab.release()
         if self.store is not None:

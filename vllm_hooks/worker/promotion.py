@@ -14,7 +14,7 @@ from manthan.codec.errors import SizeError, WireError
 from manthan.codec.gpu.paged import PagedCodec
 from manthan.codec.registry import needs_profile
 from manthan.manager.tiers.arena import room, usable
-from manthan.manager.tiers.tier import Buffer, Tier
+from manthan.manager.tiers.tier import STORE_FULL, Buffer, Tier, TierError
 from manthan.manager.transfer import Transfer
 from manthan.vllm_hooks.worker.engine import MISSING, CancelledError, cause_of, other_causes
 from manthan.vllm_hooks.worker.slabs import Name, Slab, Stored
@@ -63,7 +63,7 @@ class Primary:
         goal = most - arena.nbytes // 64 if arena.used > most else most
         while arena.used > goal and (name := self._slab.oldest(self.pins)) is not None:
             self._slab.drop([name])
-        return arena.used <= most
+        return arena.used <= max(most, 0)  # a block larger than `usable` has the tier to itself
 
     def begin(self, reading: Reading) -> list[bool]:
         """Pin a load's blocks if all are in the tier. Return True for each block in the tier."""
@@ -125,7 +125,10 @@ class Primary:
                 self._lock.notify_all()
 
     def _bring(self, reading: Reading, name: Name, buf: Buffer) -> None:
-        """Wait for room, copy a block into the tier, pin it. Raises WireError if bad, CancelledError if stopped."""
+        """Wait for room, copy a block into the tier, pin it.
+
+        Raises WireError if bad, TierError if too large, CancelledError if stopped.
+        """
         told = _facts(self._codecs[reading.job.group], buf)
         with self._lock:
             while not self.evict(buf.nbytes, 1):
@@ -133,7 +136,8 @@ class Primary:
                     raise CancelledError
                 self._lock.wait()
             place = self._slab.arena.allocate(buf.nbytes)
-            assert place is not None
+            if place is None:
+                raise TierError(f"a block of {buf.nbytes} bytes is larger than this tier", STORE_FULL)
             erased = self._erase()
         erased.synchronize()
         self._slab.write(place, buf)
