@@ -288,7 +288,7 @@ class Core:
 
     @property
     def is_asleep(self) -> bool:
-        """True while the engine sleeps (vLLM's sleep mode), with the memory of the KV cache freed."""
+        """True while the engine sleeps (vLLM's sleep mode), wholly or with a part of its memory."""
         return bool(self._core.model_executor.is_sleeping)
 
     @property
@@ -379,7 +379,7 @@ class Core:
             scheduler.set_pause_state(before)
 
     def _recompute_waiting(self) -> None:
-        """Free the blocks of requests in `kv_holding_waiting`. These requests begin anew from `waiting`."""
+        """Free the blocks of requests in `kv_holding_waiting`, but for paused streams. They begin anew in `waiting`."""
         scheduler = self._core.scheduler
         waits = {RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING, RequestStatus.PREEMPTED}
         for request in [request for request in scheduler.kv_holding_waiting if request.status in waits][::-1]:
@@ -393,7 +393,7 @@ class Core:
             scheduler.waiting.prepend_request(request)
 
     def _call_workers(self, call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the workers, and note calls that may load weights, that pause the engine, or that add an adapter."""
+        """Call the workers, and note calls that may load weights, free all but the weights, or add an adapter."""
         level = (kwargs.get("kwargs") or {}).get("level")
         if method == "discard" or (method == "sleep" and level == 1):  # the weights stay
             self._tell(self._half.paused, False)
@@ -691,7 +691,7 @@ class VllmPool:
         self._free.num_free_blocks += len(blocks)
 
     def _last_kept(self) -> "KVCacheBlock":
-        """Return the free queue's last saved block, else its last one without a hash at the head, or its fake head."""
+        """Return the queue's last saved block; without any, the block or fake head before its first with a hash."""
         while self._kept:
             last = next(reversed(self._kept.values()))
             if last.ref_cnt == 0 and last.block_hash is not None:
@@ -779,7 +779,7 @@ def parts_of(name: str, tensor: "torch.Tensor") -> "Iterator[tuple[str, torch.Te
 
 
 def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield name and value of a model's parameters and persistent buffers (not computed ones), as plain tensors."""
+    """Yield name and value of a model's parameters, and of buffers in the state dict, as plain tensors."""
     persistent = model.state_dict(keep_vars=True).keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in persistent:
@@ -824,7 +824,7 @@ def model_tensors(worker: Any) -> "Iterator[torch.Tensor]":
 
 
 def copy_blocks(sources: "torch.Tensor", targets: "torch.Tensor", sizes: "torch.Tensor") -> None:
-    """Copy pieces of memory by the GPU's copy engines, on the current stream. Addresses, bytes: int64 on the CPU."""
+    """Copy pieces of memory on the current stream. Addresses, and sizes in bytes, are int64 tensors on the CPU."""
     from vllm import _custom_ops as ops
 
     ops.swap_blocks_batch(sources, targets, sizes)

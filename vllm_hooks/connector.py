@@ -44,7 +44,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     Args:
         role: SCHEDULER in the engine core: makes `self.scheduler`. WORKER on each rank: makes `self.worker`.
 
-    Raises: UnsupportedError for a model or a setting of vLLM that Manthan does not support.
+    Raises: ConfigError for unusable settings; UnsupportedError, of that class, for models and settings of vLLM.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:

@@ -16,7 +16,7 @@ from manthan.manager.transfer import Transfer, TransferResult
 class ManthanMetadata(KVConnectorMetadata):
     """Message from the scheduler half to each worker half.
 
-    Workers obey `place` and `drops` first, and may then begin loads. Stores begin after the step's forward pass.
+    Workers obey `cancels`, `revokes`, `place` and `drops`, then `loads`. Stores begin after the step's forward pass.
     """
 
     place: str | None = None
@@ -51,7 +51,7 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
     """Ids of stores whose blocks a rank has read, so that the pool may reuse them. No id comes after the result."""
     verdicts: list[Verdict] = field(default_factory=list)  # newest measurements of the codecs' errors by each guard
     measured: dict[int, int] = field(default_factory=dict)
-    """By rank, number of blocks that the guard has measured before its first verdict, if the number has changed."""
+    """By rank, number of blocks that the guard has taken for its first verdict, if the number has changed."""
     candidate: Candidate | None = None
     errors: list[str] = field(default_factory=list)  # names of the worker half's methods that raised an exception
 

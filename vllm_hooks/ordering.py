@@ -38,8 +38,8 @@ class _Entry(NamedTuple):
 class ReturnsFirstQueue(RequestQueue):
     """Waiting queue. In a priority, preempted requests are first, then others in the order of arrival time plus delay.
 
-    The delay is `bound_s * tokens to compute / step_tokens`, at most `bound_s`. While the pool has no room for a
-    request, its delay is `bound_s` more, so that requests for fewer blocks pass. This ends when more blocks are free.
+    The delay is `bound_s * tokens to compute / step_tokens`, at most `bound_s` seconds. If vLLM leaves a request for
+    lack of room, its delay is `bound_s` more until more blocks are free, so that smaller requests pass.
     Apart from priority and preemption, no request passes one that arrived `2 * bound_s` earlier: none starves.
 
     step_tokens: most tokens that vLLM computes in a step. by_priority: True to serve requests with the lowest
@@ -59,7 +59,7 @@ class ReturnsFirstQueue(RequestQueue):
         """Ids of requests that vLLM has left in the queue, for lack of room, and free blocks when it last left one."""
 
     def passed(self, now: float) -> list[float]:
-        """Return the seconds waited by each request in the queue that a later request has passed."""
+        """Return the seconds waited by each request in the queue that came before one that vLLM has taken from it."""
         arrivals = (entry.request.arrival_time for entry in self._entries.values())
         return [now - arrival for arrival in arrivals if arrival < self._latest]
 

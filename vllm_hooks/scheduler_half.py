@@ -93,7 +93,7 @@ SOURCES = {
 
 
 def _ending(request: Request) -> str:
-    """Return the stop token or string that ended an answer, or else the token before the end-of-sequence token.
+    """Return, as text, the stop token or string that ended an answer, else a list of the token before the last token.
 
     Return "" for an answer that did not stop by itself. A policy can tell an answer with a tool call by its ending.
     """
@@ -207,7 +207,7 @@ class SchedulerHalf:
         self._place: str | None = None  # argument for `Tier.cleared` after a reset, until workers are told
         self._deadline = inf
         self._drained_at: float | None = None
-        """Time until which sessions are saved at the engine's end; None before the shutdown, 0 after the saving."""
+        """Time until which sessions are saved at the engine's end; None before the shutdown, 0 once it has passed."""
         self._woken = False  # True to have vLLM run a step though there may be no request; cleared by the step
         self._cancels = False  # True to have workers end transfers early
         self._weights: list[tuple[int, str]] | None = None
@@ -484,10 +484,10 @@ class SchedulerHalf:
         return answer_to(hints_of(request), outcome)
 
     def _entered(self, keys: Sequence[BlockHash]) -> int:
-        """Return the number of first blocks of `keys` in vLLM's prefix cache. Only the last of `keys` may be missing.
+        """Return the length of `keys` without last blocks that vLLM's prefix cache lacks due to a draft.
 
         vLLM enters blocks when it schedules the next step. The last blocks are missing if tokens of a draft filled them
-        in the last step, or if vLLM holds them back because a draft may read them again.
+        in the last step, or if vLLM holds them back for a draft to read. Blocks of an aborted load count as present.
         """
         entered, config = len(keys), self._vllm_config
         late = config.num_speculative_tokens + config.num_prefill_lookahead_tokens
@@ -686,7 +686,7 @@ class SchedulerHalf:
             self.reset()
 
     def called(self, has_loaded: bool) -> None:
-        """Note that vLLM or its user has called the workers. has_loaded: True if the call has loaded weights."""
+        """Note that vLLM or its user has called the workers. has_loaded: True if it loaded weights, or tried."""
         self._was_called = True
         if has_loaded:
             self._weights, self._is_unsure = None, True

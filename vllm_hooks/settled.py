@@ -144,7 +144,7 @@ def _compiled(architecture: str) -> str:
 def without_profile(asked: CodecConfig, why: str) -> CodecConfig:
     """Return the codec to use when no profile can be used. Raises ConfigError if the configuration requires one.
 
-    why: part of the message "codec.profile is X, but …: use codec.name auto or wht-5x", from the comma to "use".
+    why: part of the message "codec.name is X, but …: use auto or wht-5x", from the comma to "use".
     """
     if needs_profile(asked.name) or asked.profile:
         what = f"codec.profile is {asked.profile}" if asked.profile else f"codec.name is {asked.name}"

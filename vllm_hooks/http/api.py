@@ -41,7 +41,7 @@ logger = init_logger("vllm.manthan")
 ANSWERED_S = 30.0
 """Most seconds to wait for the engine cores. A core answers between two steps."""
 EVERY_S, RARELY, MOST_OFTEN = 2.0, 3, 100
-"""Seconds between rounds of the event stream `/changes`. With more than MOST_OFTEN sessions, RARELY times as many."""
+"""Seconds between rounds of the event stream `/changes`. With a `limit` above MOST_OFTEN, RARELY times as many."""
 STATUSES = {
     401: "The API key is missing or wrong.",
     403: "The server has no API key, and `Host` is not one of the server's names, or another site's page steers.",
@@ -260,9 +260,9 @@ def together(answers: Sequence[Answer], offset: int, limit: int, descending: boo
 
 
 def summed(answers: Sequence[Answer]) -> Answer:
-    """Return several cores' states as one: summed totals, eviction orders interleaved, the rest of the first core.
+    """Return several cores' states as one. The store is up if it is up in all cores.
 
-    The store is up if it is up in all cores.
+    Tiers, pool, sessions and totals are summed, and eviction orders interleaved. All else is the first core's.
     """
     first = answers[0]
     if len(answers) == 1:

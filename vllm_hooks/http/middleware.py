@@ -29,7 +29,7 @@ LONGEST_BODY = 64 * 1024  # most bytes of the body of a request below /manthan
 MOST_HELD = 8
 """Most messages of a stream to hold back. Some routes send several before vLLM makes the engine's request."""
 HOLD_S = 30.0
-"""Most seconds to hold a stream back. Some streams never reach the check of hints, which clients send."""
+"""Most seconds to hold a stream back, because some streams never reach the check of hints."""
 SAFE = ("GET", "HEAD", "OPTIONS")
 
 

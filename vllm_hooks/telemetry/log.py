@@ -111,7 +111,7 @@ def tell_left_out() -> None:
 
 
 def tell_verdict(found: "Judged") -> None:
-    """Log the codec in use, and the loss on this model's KV of the codecs from the configured codec to that codec."""
+    """Log the codec in use, and the loss on this model's KV of all measured codecs up to it, the coarsest first."""
     verdict = found.verdict
     said = ", then ".join(map(_fidelity, verdict.measured[: found.choice + 1]))
     if verdict.compute_s:

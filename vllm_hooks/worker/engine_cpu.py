@@ -215,7 +215,7 @@ class CpuEngine(Engine):
         self.blocks, self.store = blocks, store
         self._device = device
         cpus = allowed_cpus() if device.type == "cpu" else set()
-        self._cancelled = threading.Event()  # set to cancel the jobs submitted since the last reset
+        self._cancelled = threading.Event()  # set to end the jobs submitted since the last `cancels`
         self._ungathered: list[Gathering] = []
         self._staged = 0  # bytes of blocks gathered and not encoded yet: see COPIES_BYTES
         self._gatherers = JobThreads(1, "manthan-gather", cpus)

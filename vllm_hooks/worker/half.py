@@ -260,7 +260,7 @@ class WorkerHalf:
             return GroupCache(layers, [self._format(codec, group, NO_FACTS, namespace)], [0])
         group = replace(group, layers=len(layers))  # layers that share a cache count once
         rope, codecs = None, (codec, *finer_codecs(codec))
-        if not group.latent and group.context.ranks == 1:  # for 1 rank, whose next token is the session's next
+        if not group.latent and group.context.ranks == 1:  # else neighbours in a block are not the session's
             rope = running_rope(self._vllm_config, group.spec.head_size, takes_facts(config.name), group.names)
         forms = [self._format(each, group, self._facts(each, group, rope), namespace) for each in codecs]
         return GroupCache(layers, forms, sorted(memory.exact_counts(config, group).values()), opaque, rope)
