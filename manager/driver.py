@@ -91,8 +91,10 @@ class Driver:
         again: int = 0,
         last_tokens: int = 1,
         weigh: Weigh = sum,
+        fails_whole: bool = False,
     ) -> None:
         self.manager, self._pool, self._weigh = manager, pool, weigh
+        self._fails_whole = fails_whole or manager.points.is_needed
         self._ranks, self._storing = ranks, storing or ranks
         self._redis, self._journal, self._guard = redis, journal, guard
         self._again, self._last_tokens = again, last_tokens
@@ -480,7 +482,7 @@ class Driver:
         failed = answers.failed
         bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
         self.manager.load_finished(request_id, bad)
-        event = answers.restored(self._main, self.manager.points.is_needed, request_id)
+        event = answers.restored(self._main, self._fails_whole, request_id)
         if (request := self._requests.get(request_id)) is not None:
             request.was_loaded |= event.good > 0
             request.is_unserved |= STORE_DOWN in failed.values()

@@ -107,10 +107,10 @@ class Answers:
     def seconds(self) -> float:
         return max((result.seconds for result in self.results), default=0.0)
 
-    def restored(self, main: int, needs_points: bool, request_id: str | None = None) -> Restored:
+    def restored(self, main: int, fails_whole: bool, request_id: str | None = None) -> Restored:
         """Return the event of an ended load. The blocks of group `main` before its first failed block are good.
 
-        needs_points: True if sessions can go on only at some lengths. Then a failure in any group leaves no good block.
+        fails_whole: True if a failure in any group leaves no good block.
         """
         failed = self.failed
         good = blocks = self._depth or sum(len(job) for job in self.jobs if job.group == main)
@@ -118,7 +118,7 @@ class Answers:
         if failed:
             names = ((main, name) for job in self.jobs if job.group == main for name in job.block_hashes)
             good = next((at for at, name in enumerate(names) if name in failed), good)
-            if needs_points:
+            if fails_whole:
                 good = further = 0
         nbytes, causes = sum(int(result.nbytes.sum()) for result in self.results), list(failed.values())
         return Restored(self._session_id, blocks, good, further, nbytes, self.seconds, causes, request_id)

@@ -388,6 +388,7 @@ class Core:
             scheduler.finished_recving_kv_req_ids.discard(request.request_id)
             scheduler.failed_recving_kv_req_ids.discard(request.request_id)
             scheduler.deferred_waiting.discard(request)
+            scheduler._inflight_prefills.discard(request)  # else its blocks stay reserved against itself
             request.num_computed_tokens = 0
             request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
             scheduler.waiting.prepend_request(request)

@@ -255,6 +255,11 @@ class Groups(NamedTuple):
         return self.is_whole and len(set(self._sizes)) == 1
 
     @property
+    def fails_whole(self) -> bool:
+        """True if one unreadable block fails a request's whole load: vLLM has no other way for several groups."""
+        return bool(self.at_points or self.unstored)
+
+    @property
     def others(self) -> list[PointGroup]:
         """Stored groups except the main group."""
         return [each for each in self.at_points if each.group.index != self.main.index]
@@ -319,9 +324,9 @@ class Groups(NamedTuple):
         return main + others + len(self.unstored) + self._further
 
     def taken(self, tokens: int, requests: int) -> int:
-        """Return the most blocks, of all stored groups, that a step takes from the pool for its tokens and requests."""
+        """Return the most blocks, of all groups, that a step takes from the pool for its tokens and requests."""
         sizes = self._sizes if self.is_whole else self._sizes[1:]
-        return sum(-(-tokens // size) + requests for size in sizes) + requests * self._further
+        return sum(-(-tokens // size) + requests for size in (*sizes, *self.unstored)) + requests * self._further
 
     @property
     def _further(self) -> int:

@@ -264,6 +264,7 @@ class SchedulerHalf:
             again=self.groups.again,
             last_tokens=self.groups.last_tokens,
             weigh=sum if self.config.tiers.is_shared else on_each(self._storing),
+            fails_whole=self.groups.fails_whole,
         )
         if self._books is not None and self._journal is not None:
             self._books.adopt(self._journal)
@@ -461,6 +462,8 @@ class SchedulerHalf:
         if self.limit is not None and not self._requests:
             self.limit.rest()
         found = self.driver.found(request.request_id)
+        is_loading = bool(self.driver.loads_of(request.request_id))  # vLLM counts these tokens as computed already
+        new = 0 if is_loading else max(0, min(request.num_prompt_tokens, request.num_computed_tokens) - found)
         keys = self._keys(request)[: min(blocks, request.num_computed_tokens // self._block_size)]
         computed = self.groups.deepest(self._entered(keys))
         keys = keys[:computed]
@@ -480,7 +483,7 @@ class SchedulerHalf:
         if self._events is not None:
             self._events.remember(request, computed, (part for depth in depths for part in self.groups.parts(depth)))
         self._set_deadline()
-        self.telemetry.ended(request, outcome, found)
+        self.telemetry.ended(request, outcome, found, new)
         return answer_to(hints_of(request), outcome)
 
     def _entered(self, keys: Sequence[BlockHash]) -> int:

@@ -220,6 +220,7 @@ def test_groups_with_prefixes_are_stored(vllm_config: Any, model: str) -> None:
     left_out = [each.kv_cache_spec for n, each in enumerate(config.kv_cache_groups) if n not in kept]
     assert not any(spec.prefix_cacheable for spec in left_out)
     assert len(left_out) == len(mine.unstored)
+    assert mine.fails_whole == (len(config.kv_cache_groups) > 1), "vLLM raises on single bad blocks of several groups"
 
 
 @pytest.mark.parametrize("model", FAMILIES)

@@ -102,12 +102,12 @@ def test_the_tokens_of_returns_are_counted_by_cost() -> None:
     telemetry = Telemetry(talks.manager)
 
     def served(request_id: str, tokens: int, known: int | None, found: int, restored: int) -> None:
-        request: Any = SimpleNamespace(request_id=request_id, num_prompt_tokens=tokens, num_computed_tokens=tokens)
+        request: Any = SimpleNamespace(request_id=request_id, num_prompt_tokens=tokens)
         telemetry.began(request, NO_HINTS, known)
         if restored:
             blocks = restored // talks.manager.shape.block_tokens
             talks.manager.events(Restored("s", blocks, blocks, 0, 9, 0.1, [], request_id))
-        telemetry.ended(request, None, found)
+        telemetry.ended(request, None, found, tokens - found)
 
     served("first", 96, None, 0, 0)
     served("head of others", 96, None, 32, 32)

@@ -11,9 +11,17 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 import worker_store
 from sleeper import OTHER, turned
+from vllm import EngineArgs, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm_engine import BLOCK, GPU_BYTES, MODEL, Answer, Engine, Table, fork_engines, restore_worker
 
 from manthan.vllm_hooks import compat
@@ -21,6 +29,47 @@ from manthan.vllm_hooks.queries import METHOD
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
 pytestmark = pytest.mark.usefixtures("sweeping_engine")
+
+
+# -- vLLM's scheduler alone -------------------------------------------------------------------------------
+
+
+class Loads:
+    """KV connector that loads every full block of a prompt, and has no more to say."""
+
+    supports_divergent_local_hybrid_hits = False
+
+    def get_num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
+        return (request.num_tokens - 1) // BLOCK * BLOCK - computed, True
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int]:
+        return (0,)
+
+    def take_events(self) -> tuple[()]:
+        return ()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def test_requests_whose_loads_a_reset_has_ended_are_admitted_again_though_they_fill_the_pool() -> None:
+    config = EngineArgs(MODEL, skip_tokenizer_init=True, block_size=BLOCK).create_engine_config()
+    config.cache_config.num_gpu_blocks = 31
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    groups = KVCacheConfig(31, [], [KVCacheGroupSpec(["0"], spec)])
+    init_none_hash(sha256)
+    scheduler: Any = Scheduler(config, groups, StructuredOutputManager(config), BLOCK, hash_block_size=BLOCK)
+    scheduler.connector, scheduler.requires_kv_delivery = Loads(), False
+    for name, blocks in ("long", 18), ("short", 9):
+        prompt, params = [blocks] * (blocks * BLOCK - 3), SamplingParams(max_tokens=4)
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        scheduler.add_request(Request(name, prompt, params, None, block_hasher=hasher))
+    statuses = {RequestStatus.WAITING_FOR_REMOTE_KVS}
+    scheduler.schedule()
+    assert {request.status for request in scheduler.requests.values()} == statuses
+    compat.Core._recompute_waiting(SimpleNamespace(_core=SimpleNamespace(scheduler=scheduler)))  # type: ignore[arg-type]
+    scheduler.schedule()
+    assert {request.status for request in scheduler.requests.values()} == statuses
 
 
 # -- as a loop of reinforcement learning does it ----------------------------------------------------------

@@ -93,6 +93,7 @@ def test_a_step_takes_blocks_of_each_group() -> None:
     assert Groups(MAIN).taken(100, 3) == 7 + 3
     assert Groups(MAIN, [WINDOW, LARGE]).taken(100, 3) == 7 + 3 + 7 + 3 + 4 + 3
     assert Groups(WINDOW.group, [WINDOW]).taken(100, 3) == 7 + 3
+    assert Groups(MAIN, unstored=[4]).taken(100, 3) == 7 + 3 + 25 + 3
 
 
 def test_each_token_that_is_proposed_has_a_block_of_states() -> None:

@@ -109,7 +109,7 @@ def _quiet() -> Iterator[None]:
     logger = logging.getLogger("vllm")
     before = logger.level
     os.environ.setdefault(LOGGING, "ERROR")
-    logger.setLevel(os.environ[LOGGING])  # some warnings come before vLLM reads the variable
+    logger.setLevel(os.environ[LOGGING].upper())  # some warnings come before vLLM reads the variable
     os.dup2(2, 1)
     try:
         yield

@@ -73,9 +73,8 @@ class Telemetry:
         if self.traces is not None:
             self.traces.began(request.request_id, request.trace_headers)
 
-    def ended(self, request: Request, outcome: Outcome | None, found: int) -> None:
-        """Note the end of a request. found: number of the prompt's tokens that were resident or loaded."""
-        computed = max(0, min(request.num_prompt_tokens, request.num_computed_tokens) - found)
+    def ended(self, request: Request, outcome: Outcome | None, found: int, computed: int) -> None:
+        """Note a request's end. found, computed: numbers of its prompt's tokens resident or loaded, and computed."""
         self.totals["computed_tokens"] += computed
         self.totals["prompt_tokens"] += request.num_prompt_tokens
         known, restored = self._known.pop(request.request_id, None), self._brought.pop(request.request_id, 0)

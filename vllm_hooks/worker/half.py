@@ -291,7 +291,7 @@ class WorkerHalf:
         either. keeps: see Engine.
         """
         tiers, codec, ranks = self._config.tiers, self._config.codec, self._kept.shards
-        tier_bytes, fails_whole = TierBytes.of_a_rank(tiers, ranks), bool(self.groups.at_points)
+        tier_bytes, fails_whole = TierBytes.of_a_rank(tiers, ranks), self.groups.fails_whole
         front = tiers.front_bytes // ranks if keeps else 0
         device = next(iter(groups.values())).layers[0].rows.device
         if is_on_gpu(self._vllm_config):
