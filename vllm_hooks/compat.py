@@ -174,7 +174,7 @@ def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
 
 
 def _with_content(feature: "MultiModalFeatureSpec") -> "MultiModalFeatureSpec":
-    """Return a feature (image, video, audio). A digest of its data, if any, replaces `mm_hash` in the identifier."""
+    """Return a feature (image, video, audio), identified by a digest of its data; without data, the same feature."""
     from vllm.multimodal.hasher import MultiModalHasher
 
     if feature.data is None:
@@ -299,7 +299,7 @@ class Core:
         return getattr(self._core, "shutdown_state", None) not in (None, EngineShutdownState.RUNNING)
 
     def ask(self, about_weights: Callable[[Any], T]) -> list[T]:
-        """Return the result of `about_weights` on each worker, without telling the scheduler half of the call."""
+        """Return the results of `about_weights`, called with each worker. The scheduler half is not told."""
         return list(self._call(about_weights))
 
     @property
@@ -692,7 +692,7 @@ class VllmPool:
         self._free.num_free_blocks += len(blocks)
 
     def _last_kept(self) -> "KVCacheBlock":
-        """Return the queue's last saved block; without any, the block or fake head before its first with a hash."""
+        """Return the free queue's last saved block; or else the last block, or fake head, before any with a hash."""
         while self._kept:
             last = next(reversed(self._kept.values()))
             if last.ref_cnt == 0 and last.block_hash is not None:

@@ -100,7 +100,7 @@ class KvEvents:
                 self._told[rows] = False
 
     def _rows(self, names: Sequence[BlockName]) -> Rows:
-        """Return each block's row, -1 for a block without a row. Have an element in each array for each row."""
+        """Return each block's row, -1 for a block without a row. `_notes` and `_told` grow to have all rows."""
         if (more := len(self._blocks.group) + 1 - len(self._told)) > 0:
             self._told = np.append(self._told, np.zeros(more, np.bool_))
             self._notes = np.append(self._notes, np.full(more, b"", object))

@@ -112,7 +112,7 @@ ONE_RANK = Sharding()
 
 
 def _kv_heads(vllm_config: "VllmConfig") -> int:
-    """Number of KV heads of each layer, of the model and its draft; 0 if their configurations name several numbers."""
+    """Number of KV heads of each layer, of model and draft; 0 unless their configurations name it and no other."""
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     models: list[Any] = [model, *([speculative.draft_model_config] if speculative and has_draft(vllm_config) else ())]
     total = int(model.get_total_num_kv_heads())

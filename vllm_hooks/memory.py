@@ -57,7 +57,7 @@ def block_shape(group: KvCacheGroup) -> BlockShape:
 
 
 def packed_shape(layer_nbytes: Sequence[int], tokens: int) -> BlockShape:
-    """Return a shape with all bytes of a block that is stored as bytes. No dimension should be more than MOST."""
+    """Return a shape with all bytes of a block that is stored as bytes. Its head size is at most MOST."""
     common = math.gcd(*layer_nbytes)
     rows = math.gcd(common, tokens)
     run = next(run for run in range(min(common // rows, MOST), 0, -1) if common // rows % run == 0)

@@ -44,11 +44,11 @@ class Candidate(NamedTuple):
 
 @dataclass
 class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
-    """Message from a worker half to the scheduler half, with news since the last step. vLLM joins all ranks'."""
+    """Message from a worker half to the scheduler half, with news since the last. vLLM joins the ranks' messages."""
 
     results: list[TransferResult] = field(default_factory=list)  # one for each ended transfer and rank
     gathered: list[int] = field(default_factory=list)
-    """Ids of stores whose blocks a rank has read, so that the pool may reuse them. No id comes after the result."""
+    """Ids of stores whose blocks a rank has read, or will not read. No id comes later than the store's result."""
     verdicts: list[Verdict] = field(default_factory=list)  # newest measurements of the codecs' errors by each guard
     measured: dict[int, int] = field(default_factory=dict)
     """By rank, number of blocks that the guard has taken for its first verdict, if the number has changed."""

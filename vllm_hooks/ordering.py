@@ -110,9 +110,9 @@ class ReturnsFirstQueue(RequestQueue):
             self.prepend_request(request)
 
     def peek_request(self) -> Request:
-        """Return the first request, which vLLM then takes with `pop_request`.
+        """Return the first request, after a delay of the request that vLLM has last left in the queue.
 
-        If the pool or the step has no room for the request, vLLM leaves it in the queue, and ends the admission.
+        vLLM then takes the request with `pop_request`, or leaves it for lack of room, and ends the step's admission.
         """
         self._set_back()
         first = self._order[0].request

@@ -31,7 +31,7 @@ METHOD = "manthan_query"  # name of the utility call that the engine core offers
 ORDER = 50  # limit of sessions named in the answer to "state": the next ones to evict, by the policy's order
 UNKNOWN, NOT_NOW, ASLEEP = 404, 409, 503  # HTTP statuses of refusals
 
-Answer = dict[str, Any]  # mapping with the key `refused`: HTTP status, and a sentence
+Answer = dict[str, Any]  # a refusal has only the key `refused`: HTTP status, and a sentence
 
 
 class Queries:

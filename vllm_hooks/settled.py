@@ -114,7 +114,7 @@ def _calibrates(vllm_config: "VllmConfig", codec: CodecConfig) -> str:
 
 @cache
 def kernel_fault() -> str:
-    """Return why kernels cannot be compiled for this machine's first GPU; empty if they can; SHARED if not needed."""
+    """Return why this machine's first GPU is not to encode, ending in SHARED if it shares RAM; empty if it may."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()

@@ -181,7 +181,7 @@ class Changes(StreamingResponse):
 
 
 async def told(parts: Mapping[str, Callable[[], Awaitable[BaseModel]]], every_s: float) -> AsyncIterator[str]:
-    """Yield server-sent events: each part when it has changed, and `now` at the end of each round; last, an `error`.
+    """Yield server-sent events: in each round the changed parts, then `now`. After a failure, `error` is the last.
 
     parts: by name of an event, a function that asks for its data. every_s: seconds between rounds.
     """

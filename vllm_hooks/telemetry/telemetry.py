@@ -191,7 +191,7 @@ class Telemetry:
 
     @property
     def measured_blocks(self) -> int:
-        """Number of blocks, of FIRST_BLOCKS, that the slowest rank has taken for the first verdict."""
+        """Least number of blocks, of FIRST_BLOCKS, taken for the first verdict by a rank that has reported any."""
         return min(self._measured.values(), default=0)
 
     def take(self) -> ManthanStats | None:

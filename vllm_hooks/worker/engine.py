@@ -343,7 +343,7 @@ class JobThreads:
 
 
 def allowed_cpus() -> set[int]:
-    """Return the CPUs that the parent process of a worker on the CPU may use; empty if unknown.
+    """Return the CPUs that a worker's parent process may use, or this process without a parent; empty if unknown.
 
     vLLM binds the worker to some of these CPUs, and the model keeps those busy. A thread bound to the same CPUs would
     wait for the model.

@@ -63,7 +63,7 @@ class RankGuard:
         self._prompts = Prompts(device)
 
     def warm_up(self) -> None:
-        """Begin to compile the guard's kernels, which run on the CPU. If the cache is in RAM, the engine did so."""
+        """Begin to compile the guard's kernels for the CPU. For a cache in RAM, the engine has compiled them."""
         if self._device.type != "cpu":
             args = (self._formats,)
             self._warm_up = threading.Thread(target=self._compile, args=args, name="manthan-warm-up", daemon=True)

@@ -206,7 +206,7 @@ class WorkerHalf:
         return taken
 
     def of_this_rank(self, metadata: ManthanMetadata) -> ManthanMetadata:
-        """Return the message, its tokens' counts and positions replaced by counts and positions of this rank's states.
+        """Return the message. Positions and counts in its stores and loads are of this rank's states, not of tokens.
 
         A state is a layer's entry in the cache. With context parallelism a rank has only some tokens' states. In some
         layers a state is of several tokens.
