@@ -39,6 +39,7 @@ EXPONENT, RIDGE = 0.5, 30.0
 """A token's steps are proportional to its weight to the power of -EXPONENT. RIDGE shrinks regression coefficients."""
 FINEST = 2.0 ** (np.arange(-90, 60) / 6)  # candidates for the step of the finest lossy level, ascending
 EXACT_TOKENS = 64  # tokens of the block for measuring exact blocks
+UNMULTIPLIED = 256  # about the most tokens of a group, besides those of the last text, whose products are not added
 FEW = 8  # a step is searched, and sizes and errors are measured, with every eighth of the held back tokens
 
 Doubles = npt.NDArray[np.float64]
@@ -133,8 +134,10 @@ class _Joint:
         self._rows: Floats | None = None
         size = place[1] * self._kinds * place[3] * self.head_dim
         self.held = np.zeros((0, size), np.float32)
-        self._totals, self._sums, self._products = np.zeros(size), np.zeros(size), np.zeros((size, size))
-        self._told: tuple[Doubles, Doubles] | None = None
+        self._totals, self._sums = np.zeros(size), np.zeros(size)
+        self._products, self._weighed = np.zeros((size, size)), np.zeros((size, size))
+        self._told: tuple[Doubles, Doubles] | None = None  # of the features of weighed rows
+        self._kept = np.zeros((0, size), np.float32)  # rows whose products are not added yet, those taken last first
 
     def take(self, layer: int, kinds: Sequence[Floats]) -> None:
         """Add keys and values, or latents, [tokens, heads, head_dim] of a layer. Layers of a text come in order."""
@@ -155,11 +158,18 @@ class _Joint:
         self.held = np.concatenate([self.held, rows[count :: self._every]])
         if len(self.held) > SAMPLE:
             self.held, self._every = self.held[::2], 2 * self._every
+        if len(self._kept) >= UNMULTIPLIED:
+            self._multiply()
         kept = rows[:count] - self.center
+        self._kept = np.concatenate([kept, self._kept])
         self.tokens += count
         self._totals += rows[:count].sum(0, np.float64)
         self._sums += kept.sum(0)
-        self._products += kept.T @ kept
+
+    def _multiply(self) -> None:
+        """Add products of rows that no text's weights will need. Rows with weights are multiplied by `weigh`."""
+        self._products += self._kept.T @ self._kept
+        self._kept = np.zeros_like(self._kept, shape=(0, len(self._sums)))
 
     def weigh(self, energies: Doubles) -> None:
         """Add weights of the tokens taken last, less the trend along the text; nothing if a token was not finite."""
@@ -168,15 +178,20 @@ class _Joint:
         told = np.log(energies + 1e-9 * energies.mean() + 1e-300)
         trend = np.polynomial.polynomial.polyvander(np.linspace(-1, 1, len(told)), 3)
         told -= trend @ np.linalg.lstsq(trend, told, rcond=None)[0]
+        weighed, self._kept = self._kept[: len(told)], self._kept[len(told) :].copy()
+        self._weighed += weighed.T @ weighed
         f = features(self._rows[: len(told)], self, self.head_dim)
         products, sums = self._told or (0.0, 0.0)
-        self._told = products + (f.T @ f).astype(np.float64), sums + f.T.astype(np.float64) @ told
+        self._told = products + (f[:, len(self.center) :].T @ f).astype(np.float64), sums + told @ f
 
     def _weigher(self) -> Floats:
         """Return coefficients of a ridge regression from a token's features to its j; zeros without weights."""
+        size = len(self.center)
         if self._told is None:
-            return np.zeros(len(self.center) + len(self.center) // self.head_dim + 1, np.float32)
+            return np.zeros(size + size // self.head_dim + 1, np.float32)
         products, sums = self._told
+        of_numbers = self._weighed / np.outer(self.deviations, self.deviations)
+        products = np.block([[of_numbers, products[:, :size].T], [products]])
         ridge = np.diag(np.append(np.full(len(sums) - 1, RIDGE), 1e-6))
         made: Floats = (-3 * EXPONENT / np.log(2) * np.linalg.solve(products + ridge, sums)).astype(np.float32)
         return made
@@ -204,8 +219,9 @@ class _Joint:
 
     def code(self, metrics: Mapping[int, Sequence[Doubles]]) -> None:
         """Make the group without a step. metrics: by layer, see `ProfileBuilder.weigh`."""
+        self._multiply()
         mean = self._sums / self.tokens
-        covariance = self._products / self.tokens - np.outer(mean, mean)
+        covariance = (self._products + self._weighed) / self.tokens - np.outer(mean, mean)
         roots = self._roots(metrics, covariance)
         for here, root in roots:
             covariance[here] = root.T @ covariance[here]

@@ -41,19 +41,24 @@ class TrafficBuilder(ProfileBuilder):
         tokens = keys.shape[1]
         cut = tokens - tokens // ASKED
         asking = np.arange(cut, tokens, max(1, (tokens - cut) // ASKING))
-        is_later = np.arange(tokens) > asking[:, None]
+        is_later = np.arange(cut, tokens) > asking[:, None]
+        asked = queries[:, asking].reshape(len(keys), -1, len(asking), queries.shape[2])
+        outputs = self._outputs[layer].reshape(*asked.shape[:2], *self._outputs[layer].shape[1:])
         of_tokens = np.zeros((2, len(keys), cut - SINKS))  # of keys, and of values
-        for head, (q, weighed) in enumerate(zip(queries[:, asking], self._outputs[layer], strict=True)):
-            at = head * len(keys) // len(queries)
-            logits = np.where(is_later, -np.inf, q @ keys[at].T)
-            shares = np.exp(logits - logits.max(1, keepdims=True))
-            shares /= shares.sum(1, keepdims=True)
-            out, v, squares = shares @ values[at], values[at, SINKS:cut], np.square(shares[:, SINKS:cut])
-            turned = out @ weighed
-            apart = squares * (((v @ weighed) * v).sum(1) + (out * turned).sum(1, keepdims=True) - 2 * turned @ v.T)
-            self._energy[layer, at] += apart.sum(1) @ np.square(q)
-            self._seen[layer, at] += squares.sum() * weighed
-            of_tokens[:, at] += np.square(q).sum(1) @ apart, squares.sum(0)
+        for at, (q, weighed) in enumerate(zip(asked, outputs, strict=True)):  # [query heads of the KV head, ...] each
+            shares = q @ keys[at].T
+            shares[..., cut:][:, is_later] = -np.inf
+            np.exp(np.subtract(shares, shares.max(2, keepdims=True), out=shares), out=shares)
+            shares /= shares.sum(2, keepdims=True)
+            out, v, squares = shares @ values[at], values[at, SINKS:cut], np.square(shares[..., SINKS:cut])
+            turned, energies = out @ weighed, np.square(q)
+            apart = -2 * turned @ v.T  # becomes |W (v - o)|^2, by query and token
+            apart += ((v @ weighed) * v).sum(2)[:, None]
+            apart += (out * turned).sum(2, keepdims=True)
+            apart *= squares
+            self._energy[layer, at] += (apart.sum(2)[..., None] * energies).sum((0, 1))
+            self._seen[layer, at] += (squares.sum((1, 2))[:, None, None] * weighed).sum(0)
+            of_tokens[:, at] = (energies.sum(2)[:, None] @ apart).sum((0, 1)), squares.sum((0, 1))
         self._weights = [*(self._weights if layer else []), (of_tokens / of_tokens.mean(2, keepdims=True)).sum((0, 1))]
         if layer == self._info.layers - 1:
             self.weigh_tokens(self._weights)

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from logged import said
 from some_blocks import until
 from traffic import hasten
@@ -198,6 +199,27 @@ def test_a_reset_begins_anew_and_a_change_of_weights_ends_calibration() -> None:
     assert not calibrator._wants
     calibrator.begin_step(step())
     assert not calibrator._wants
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_rows_of_the_longest_prompt_are_taken_without_reading_the_device(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor of device `meta` has no numbers: to wait for one raises."""
+    monkeypatch.setattr("manthan.vllm_hooks.worker.calibrator.model_event", lambda device: None)
+    calibrator: Any = object.__new__(Calibrator)
+    calibrator._wants, calibrator._taken, calibrator._parts, calibrator._builder = True, 0, [], []
+    calibrator._attentions, calibrator._device, calibrator._threads = [None] * 2, torch.device(device), MagicMock()
+    starts, lengths = torch.tensor([0, 3, 203, 204], device=device), torch.tensor([50, 260, 9], device=device)
+    told = SimpleNamespace(query_start_loc=starts, seq_lens=lengths, max_query_len=256)  # some backends round it up
+    rows = torch.arange(204.0)[:, None, None].to(device)
+    for layer in range(2):
+        calibrator._take(layer, told, rows, rows, rows)
+    (_, _, _, place, parts, _), _ = calibrator._threads.submit.call_args
+    assert len(parts) == 2
+    if device == "cpu":
+        assert place.tolist() == [260, 200], "the prompt's tokens so far, and those of the step"
+        assert all((x[:200] == rows[3:203]).all() for part in parts for x in part)
 
 
 def configured(model: str = MODEL, **options: Any) -> Any:

@@ -33,8 +33,8 @@ Rows: TypeAlias = tuple[torch.Tensor, ...]
 class Calibrator:
     """Makes a single profile. group: of the attention layers. offer: called with the profile, on another thread.
 
-    The model's thread copies arguments of the attention layers, on a GPU within the GPU's memory. A thread of low
-    priority does the rest.
+    The model's thread copies arguments of the attention layers, and does not wait for the GPU. A thread of low priority
+    does the rest.
     """
 
     def __init__(
@@ -47,15 +47,14 @@ class Calibrator:
     ) -> None:
         model, modules = vllm_config.model_config, vllm_config.compilation_config.static_forward_context
         heads, dim = group.spec.num_kv_heads, group.spec.head_size
-        self.every, self.wanted, self._offer = EVERY, max(WANTED, 2 * heads * dim), offer
+        self.every, self.wanted = EVERY, max(WANTED, 2 * heads * dim)
+        self._offer, self._device = offer, device
         self._attentions = [modules[name].impl for name in group.names]
         self._folder = model_folder(model.model, model.revision)
         self._info = ProfileInfo(model.model, len(group.names), heads, dim, rope, TRAFFIC)
         self._builder: list[TrafficBuilder] = []  # empty until rows are added. Each reset begins a new list
-        self._device = device
         self._threads = JobThreads(1, "manthan-calibrate", allowed_cpus() if device.type == "cpu" else ())
         self._parts: list[Rows] = []  # by layer, copies of the step's rows
-        self._rows, self._first = slice(0), 0  # the prompt's rows to copy, and the first row's position in the prompt
         self._wants = self._is_busy = self._is_done = False
         self._passed = self._taken = 0
         for layer, attention in enumerate(self._attentions):
@@ -89,48 +88,53 @@ class Calibrator:
             logger.warning("Manthan: no profile is made from traffic: %s: %s", type(error).__name__, error)
 
     def _take(self, layer: int, told: Any, *rows: torch.Tensor) -> None:
-        """Copy a prompt's rows. After the last layer, begin the work on the thread.
+        """Copy rows of the prompt with most tokens. After the last layer, begin the work on the thread.
 
-        At the first layer choose the prompt, unless it is too short, or the GPU has no memory for the copies. told:
-        metadata of the attention backend.
+        The prompt is found by kernels, so that the model's thread does not wait for the GPU. Nothing is copied if the
+        prompt is too short, or the GPU has no memory for it. told: metadata of the attention backend.
         """
-        self._wants = layer == len(self._parts)
+        count, self._wants = min(told.max_query_len, MOST), layer == len(self._parts)
         if layer == 0:
-            starts = told.query_start_loc.cpu()
-            at = int(starts.diff().argmax())
-            start, count = int(starts[at]), int(starts[at + 1] - starts[at])
-            self._rows, self._first = slice(start, start + min(count, MOST)), int(told.seq_lens[at]) - count
+            at = told.query_start_loc.diff().argmax()
+            start, end = told.query_start_loc.take(at), told.query_start_loc.take(at + 1)
+            self._place = torch.stack([told.seq_lens.take(at), end - start])
+            places = start + torch.arange(count, device=self._device)
+            self._rows = places.clamp(max=len(rows[0]) - 1)  # `max_query_len` may be too high
             self._wants &= count >= LEAST
             if self._wants and self._device.type == "cuda":
-                taken = len(self._attentions) * sum(x[self._rows].nbytes for x in rows)
-                self._wants = torch.cuda.mem_get_info(self._device)[0] > 2 * taken
+                nbytes = len(self._attentions) * count * sum(x[0].nbytes for x in rows)
+                self._wants = torch.cuda.mem_get_info(self._device)[0] > 2 * nbytes
         if not self._wants:
             return
-        self._parts.append(tuple(x[self._rows].clone() for x in rows))
+        self._parts.append(tuple(x.index_select(0, self._rows) for x in rows))
         if len(self._parts) == len(self._attentions):
             self._wants, self._is_busy = False, True
-            self._taken += len(rows[0][self._rows])
+            self._taken += count
             copied = model_event(self._device)
-            self._threads.submit(self._try, self._add, self._builder, self._first, self._parts, copied)
+            self._threads.submit(self._try, self._add, self._builder, self._place, self._parts, copied)
 
-    def _add(self, built: list[TrafficBuilder], first: int, parts: list[Rows], copied: torch.cuda.Event | None) -> None:
+    def _add(
+        self, built: list[TrafficBuilder], place: torch.Tensor, parts: list[Rows], copied: torch.cuda.Event | None
+    ) -> None:
         """Add rows of all layers to the profile. After enough tokens, offer the profile.
 
-        built: `_builder` when the rows were taken. first: position in the prompt of the first row. parts: by layer.
-        copied: event after the copies.
+        built: `_builder` when the rows were taken. place: number of tokens of the prompt until the end of the step, and
+        in the step. parts: by layer. copied: event after the copies.
         """
         if copied is not None:
             torch.cuda.set_device(self._device)
         with behind(copied, self._device):  # each layer's memory on the GPU is freed at once
-            parts = [tuple(x.cpu() for x in parts.pop(0)) for _ in self._attentions]
+            end, count = place.tolist()
+            parts = [tuple(x[:count].cpu() for x in parts.pop(0)) for _ in self._attentions]
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        positions = np.arange(end - count, end)[:MOST]
         if not built:
             outputs = output_energies(self._folder, self._info.layers, parts[0][0].shape[1], self._info.head_dim)
             built.append(TrafficBuilder(self._info, outputs))
         for layer, (part, attention) in enumerate(zip(parts, self._attentions, strict=True)):
             queries, keys, values = (x.float().numpy().swapaxes(0, 1) for x in part)
-            built[0].add(layer, np.arange(first, first + keys.shape[1]), keys, values)
-            if first == 0:
+            built[0].add(layer, positions, keys, values)
+            if positions[0] == 0:
                 built[0].ask(layer, queries * np.float32(attention.scale), keys, values)
         if built[0].tokens >= self.wanted and built is self._builder and not self._is_done:
             profile = built.pop().made()
