@@ -670,8 +670,8 @@ class VllmPool:
         """Append freed blocks to the free queue, but insert saved blocks behind the earlier saved blocks."""
         if self._given_up:  # blocks given up count as unsaved now, because a request has used them
             used = self._given_up.intersection([block.block_id for block in blocks])
-            self._saved -= used
-            self._given_up -= used
+            for block_id in used:
+                self._unsave(block_id)
         saved = [block for block in blocks if block.block_id in self._saved]
         append_n([block for block in blocks if block.block_id not in self._saved] if saved else blocks)
         self._insert(saved)

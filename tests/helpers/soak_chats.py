@@ -94,7 +94,7 @@ class Table:
     """Lines `name = 4821`."""
 
     def __init__(self, chance: random.Random, names: Sequence[str], entries: int) -> None:
-        self._values = {name: str(chance.randrange(1000, 10000)) for name in chance.sample(names, entries)}
+        self._values = {name: "".join(chance.sample("123456789", DIGITS)) for name in chance.sample(names, entries)}
         self._next = itertools.cycle(self._values.items())
 
     def lines(self, count: int) -> str:

@@ -167,3 +167,18 @@ def test_a_block_given_up_is_an_unsaved_one_once_a_request_has_used_it() -> None
         assert pool.runway(BLOCKS) == BLOCKS - 2
     pools.the_same_blocks_are_free_in_the_same_order()
     pools.both_answer_alike()
+
+
+def test_after_a_hit_on_a_block_given_up_saved_blocks_are_still_overwritten_before_unsaved_ones() -> None:
+    pools = TwoPools()
+    pools.run_a_request("a b a b", 0)
+    last = names("a b a b")[-1:]
+    for pool, first in pools.both:
+        pool.free([block + first for block in pools.held[0][::-1]])
+        pool.give_up(0, last)
+        used = pool.lookup(0, last)
+        pool.hold(used)
+        pool.free(used)
+        pool.keep(0, names("a b"))
+        assert pool.runway(BLOCKS) == BLOCKS - 2
+    pools.the_same_blocks_are_free_in_the_same_order()
