@@ -87,11 +87,10 @@ class Histories:
             case Evicted(_, blocks, tokens=tokens, cold_nbytes=nbytes, took_s=seconds):
                 why = "Memory was short. " if event.is_pressed else ""
                 before = ", the others before" if event.stored < blocks else ""
-                when = f"in {seconds:.3g} s" if seconds else "at once"
-                text = (
-                    f"{why}Went cold {when}: {tokens} tokens, {human_bytes(nbytes)} compressed "
-                    f"({event.stored} of {blocks} blocks encoded{before})."
-                )
+                encoded = f"{event.stored} of {blocks} blocks encoded in {seconds:.3g} s{before}"
+                encoded = encoded if event.stored else "no block was left to encode"
+                size = f"{tokens} tokens, {human_bytes(nbytes)} compressed"
+                text = f"{why}Went cold after {event.idle_s:.3g} s idle: {size} ({encoded})."
                 return HistoryEvent(at, EventKind.EVICTED, text, tokens, blocks, nbytes, seconds)
             case Restored(_, _, good, nbytes=nbytes, seconds=seconds):
                 tokens, is_prefetch = good * self._block_tokens, event.request_id is None

@@ -184,7 +184,7 @@ class ShadowCache:
 
 
 class Mixture(Returns):
-    """Policy that drops the sessions whose return is least likely, or the least recently used, whichever finds more.
+    """The session whose return is least likely, or the least recently used, whichever order finds more.
 
     `Returns` and lru are in a `Contest`: shadows as large as the real cache measure the bytes that each finds. lru
     leads at first. With many sessions, shadows see a sample of the sessions, chosen by a hash of the id. A shadow's

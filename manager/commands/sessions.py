@@ -58,6 +58,8 @@ def list_(
     if len(answer["sessions"]) < answer["total"]:
         typer.echo(f"{len(answer['sessions'])} of {answer['total']} sessions.")
     store = _ask(url, "/state")["store"]
+    if store["kind"] == "redis" and not answer["total"] and not (state or tenant):
+        typer.echo("Sessions in Redis are listed from their first request to this server on.")
     if not store["up"]:
         typer.echo(f"The cold store, {store['kind']}, does not answer: returns are computed again.")
     if waits := measuring(store):

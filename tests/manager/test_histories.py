@@ -51,12 +51,13 @@ def test_a_life_is_told_in_order_with_numbers_and_words(talks: Looked) -> None:
     assert {event.kind for event in life} == set(EventKind)
     assert [event.text for event in life] == [
         "A request ended after 0 s with 49 tokens; 0 of the prompt were in the cache.",
-        "Went cold at once: 48 tokens, 300B compressed (3 of 3 blocks encoded).",
+        "Went cold after 10 s idle: 48 tokens, 300B compressed (3 of 3 blocks encoded in 0 s).",
         "Came back in 0.125 s: 32 tokens out of 250B (missing).",
         "Came back before a request, in 0.5 s: 48 tokens out of 300B.",
         "Was cut for want of room: its last 16 tokens, 100B compressed, are dropped.",
         "Lost 200B of compressed blocks, 32 tokens (failed).",
-        "Memory was short. Went cold in 0.5 s: 48 tokens, 300B compressed (1 of 3 blocks encoded, the others before).",
+        "Memory was short. Went cold after 0.1 s idle: 48 tokens, 300B compressed "
+        "(1 of 3 blocks encoded in 0.5 s, the others before).",
         "Was pinned.",
         "Is not pinned any more.",
         "Works for b.",

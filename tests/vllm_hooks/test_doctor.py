@@ -87,7 +87,9 @@ def test_servers_with_manthan_without_and_none(manthan_server: VllmServer, plain
     _, found = examine("--url", manthan_server.url)
     assert {"memlock", "disk", "Redis"}.isdisjoint(found), "they would be of this machine's defaults"
     assert found["policy"]["said"] == "that server has lru; sessions are idle after 0.5 s."
-    assert re.fullmatch(r"wht-5x measured on \d+ of 64 blocks; wht-4x until then\.", found["codec"]["said"])
+    slow = "that server has wht-5x, which is slow, so it uses wht-4x."  # as measured on a machine that is busy
+    measured = re.fullmatch(r"wht-5x measured on \d+ of 64 blocks; wht-4x until then\.", found["codec"]["said"])
+    assert measured or found["codec"]["said"] == slow
     assert re.fullmatch(r"that server has host with \S+ of 64\.0MiB\.", found["tiers"]["said"])
     assert "memlock" in examine("--url", manthan_server.url, "--config", REPO / "configs" / "demo.yaml")[1]
     for url, why in ((f"{plain_server.url}/v1", "has no /manthan"), (none, "cannot be reached: ")):

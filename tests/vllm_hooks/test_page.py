@@ -448,7 +448,7 @@ def test_a_pool_that_nothing_has_used_is_said_to_be_empty(browser) -> None:
     with serving(Fresh(0)) as url, browser.new_page() as tab:
         tab.goto(f"{url}/manthan/")
         pool = tab.locator("figure").first
-        expect(pool.locator(".reading")).to_have_text("empty: 0 B of 9.00 GiB, 0%")
+        expect(pool.locator(".reading")).to_have_text("nothing in use: 0 B of 9.00 GiB, 0%")
         expect(pool.locator(".empty")).to_be_visible()
         expect(tab.locator("figure .empty").nth(1)).to_be_hidden()
         expect(tab.locator("#empty")).to_have_text("No sessions yet. One appears here with its first request.")

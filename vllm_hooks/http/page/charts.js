@@ -16,7 +16,7 @@ export class Chart {
     this.paths = parts.map((_, n) => make("svg:path", { class: `part-${n}` }));
     this.picture = make("svg:svg", { viewBox: `0 0 ${STEPS} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" },
       ...(parts.length > 1 ? [make("svg:defs", {}, stripes)] : []), ...this.paths);
-    this.empty = make("p", { class: "empty dim", "aria-hidden": "true" }, "empty");
+    this.empty = make("p", { class: "empty dim", "aria-hidden": "true" }, "nothing in use");
     this.reading = make("span", { class: "reading" });
     this.range = make("span");
     this.sizes = [...parts, "free"].map(() => make("span"));
@@ -42,7 +42,7 @@ export class Chart {
     this.empty.hidden = most > 0;
     write(this.range, `highest ${bytes(most)}, lowest ${bytes(least)}`);
     [...parts, Math.max(0, budget - used)].forEach((size, n) => write(this.sizes[n], bytes(size)));
-    write(this.reading, `${used ? "" : "empty: "}${bytes(used)} of ${bytes(budget)}, ${share(used, budget)}`);
+    write(this.reading, `${used ? "" : "nothing in use: "}${bytes(used)} of ${bytes(budget)}, ${share(used, budget)}`);
     this.picture.setAttribute("aria-label", `${this.title} over time: now ${this.reading.textContent}, ${this.range.textContent}`);
   }
 }
