@@ -116,6 +116,7 @@ def test_what_calibrated_codecs_lose(folder: Any, text: Path, tmp_path: Path) ->
     assert made.exit_code == 0, made.output
     bounds = {"klt-5x": (4.8, 0.004), "klt-8x": (7.5, 0.012), "klt-12x": (11, 0.05)}
     settings = ("--codec", ",".join(bounds), "--exact", "4", "--profile", profile, *BLOCKS)
+    settings += ("--samples", 4)  # of a single context, klt-12x may lose twice as many answers as on average
     found = quality(folder(), text, tmp_path, "transformers", *settings, *SIZES)
     for codec, (ratio, kl) in bounds.items():
         assert found[f"{codec} 4"]["ratio_long"] > ratio
