@@ -114,11 +114,12 @@ def test_what_calibrated_codecs_lose(folder: Any, text: Path, tmp_path: Path) ->
     profile = tmp_path / "p.safetensors"
     made = CliRunner().invoke(app, ["calibrate", folder(), "--tokens", "8192", "--out", str(profile)])
     assert made.exit_code == 0, made.output
-    bounds = {"klt-5x": (4.8, 0.004, 0.06), "klt-8x": (7.5, 0.012, 0.06), "klt-12x": (11, 0.05, 0.1)}
+    bounds = {"klt-5x": (4.8, 0.004), "klt-8x": (7.5, 0.012), "klt-12x": (11, 0.05)}
     settings = ("--codec", ",".join(bounds), "--exact", "4", "--profile", profile, *BLOCKS)
-    settings += ("--samples", 4)  # of a single context, klt-12x may lose twice as many answers as on average
+    # In bf16 the model itself rounds keys with a large mean, and a single context has few answers.
+    settings += ("--samples", 4, "--dtype", "float32")
     found = quality(folder(), text, tmp_path, "transformers", *settings, *SIZES)
-    for codec, (ratio, kl, lost) in bounds.items():
+    for codec, (ratio, kl) in bounds.items():
         assert found[f"{codec} 4"]["ratio_long"] > ratio
         assert found[f"{codec} 4"]["kl"]["mean"] < kl
-        assert found["exact"]["tasks"][TABLE]["mean"] - found[f"{codec} 4"]["tasks"][TABLE]["mean"] < lost
+        assert found["exact"]["tasks"][TABLE]["mean"] - found[f"{codec} 4"]["tasks"][TABLE]["mean"] < 0.06

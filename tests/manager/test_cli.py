@@ -1,8 +1,11 @@
 """The `manthan` command."""
 
+import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -76,3 +79,23 @@ def test_the_shell_completes(words: list[str], offered: list[str]) -> None:
 def test_a_tenants_slash_is_no_border_between_tenant_and_session() -> None:
     assert _path("bob", "acme/eu") == "/sessions/acme%252Feu%2Fbob"
     assert _path("acme/bob", "") == "/sessions/acme%2Fbob"
+
+
+@pytest.mark.parametrize(("kind", "total", "is_told"), [("redis", 0, True), ("redis", 1, False), ("host", 0, False)])
+def test_an_empty_list_says_that_redis_may_have_sessions(kind: str, total: int, is_told: bool) -> None:
+    """The server is none of vLLM's: the answers are these."""
+    store = {"kind": kind, "up": True, "codec": "wht-5x", "verdict": "none", "measuring": None, "tiers": []}
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"store": store} if "state" in self.path else {"sessions": [], "total": total})
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        result = CliRunner().invoke(app, ["sessions", "list", "--url", f"http://127.0.0.1:{server.server_port}"])
+        server.shutdown()
+    assert result.exit_code == 0, result.output
+    assert ("listed from their first request" in result.output) == is_told

@@ -95,3 +95,10 @@ def test_nobody_is_told_of_a_session_that_had_the_same_name_before(talks: Looked
     talks.finish(request, "x one two")
     assert [event.at for event in talks.life("a")] == [3.0]
     assert talks.histories._count == 1
+
+
+def test_a_session_that_was_saved_before_it_was_idle_has_nothing_left_to_encode(talks: Looked) -> None:
+    talks.talk("a one two", "a")
+    talks.manager.events(Evicted("a", 3, 0, 48, 900, 0, 0, 300, 0, 1.2, 0.0, False))
+    text = "Went cold after 1.2 s idle: 48 tokens, 300B compressed (no block was left to encode)."
+    assert talks.life("a")[-1].text == text

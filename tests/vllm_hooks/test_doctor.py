@@ -16,6 +16,7 @@ from vllm_engine import MODEL
 from manthan.benchmarks.chat_templates import DROPS_BEFORE_QUESTION, KEEPS
 from manthan.benchmarks.server import VllmServer
 from manthan.manager.cli import app
+from manthan.manager.commands.sessions import ask
 
 
 def examine(*words: object) -> tuple[int, dict[str, dict[str, str]]]:
@@ -87,9 +88,12 @@ def test_servers_with_manthan_without_and_none(manthan_server: VllmServer, plain
     _, found = examine("--url", manthan_server.url)
     assert {"memlock", "disk", "Redis"}.isdisjoint(found), "they would be of this machine's defaults"
     assert found["policy"]["said"] == "that server has lru; sessions are idle after 0.5 s."
-    slow = "that server has wht-5x, which is slow, so it uses wht-4x."  # as measured on a machine that is busy
-    measured = re.fullmatch(r"wht-5x measured on \d+ of 64 blocks; wht-4x until then\.", found["codec"]["said"])
-    assert measured or found["codec"]["said"] == slow
+    store = ask(manthan_server.url, "/state")["store"]  # other tests' sessions may have led to a verdict
+    said = r"wht-5x measured on \d+ of 64 blocks; wht-4x until then\."
+    if store["measuring"] is None:
+        assert store["verdict"] == "slow", "on a busy machine"
+        said = rf"that server has wht-5x, which is slow, so it uses {store['codec']}\."
+    assert re.fullmatch(said, found["codec"]["said"])
     assert re.fullmatch(r"that server has host with \S+ of 64\.0MiB\.", found["tiers"]["said"])
     assert "memlock" in examine("--url", manthan_server.url, "--config", REPO / "configs" / "demo.yaml")[1]
     for url, why in ((f"{plain_server.url}/v1", "has no /manthan"), (none, "cannot be reached: ")):

@@ -93,15 +93,15 @@ class Calibrator:
         The prompt is found by kernels, so that the model's thread does not wait for the GPU. Nothing is copied if the
         prompt is too short, or the GPU has no memory for it. told: metadata of the attention backend.
         """
-        count, self._wants = min(told.max_query_len, MOST), layer == len(self._parts)
-        if layer == 0:
+        count = min(told.max_query_len, MOST)
+        self._wants = layer == len(self._parts) and count >= LEAST
+        if self._wants and layer == 0:
             at = told.query_start_loc.diff().argmax()
             start, end = told.query_start_loc.take(at), told.query_start_loc.take(at + 1)
             self._place = torch.stack([told.seq_lens.take(at), end - start])
             places = start + torch.arange(count, device=self._device)
             self._rows = places.clamp(max=len(rows[0]) - 1)  # `max_query_len` may be too high
-            self._wants &= count >= LEAST
-            if self._wants and self._device.type == "cuda":
+            if self._device.type == "cuda":
                 nbytes = len(self._attentions) * count * sum(x[0].nbytes for x in rows)
                 self._wants = torch.cuda.mem_get_info(self._device)[0] > 2 * nbytes
         if not self._wants:
@@ -126,6 +126,9 @@ class Calibrator:
         with behind(copied, self._device):  # each layer's memory on the GPU is freed at once
             end, count = place.tolist()
             parts = [tuple(x[:count].cpu() for x in parts.pop(0)) for _ in self._attentions]
+        if count < LEAST:
+            self._is_busy = False
+            return
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         positions = np.arange(end - count, end)[:MOST]
         if not built:
