@@ -285,7 +285,7 @@ def verdict(with_manthan: list[Return], plain: list[Return], memory: Memory) -> 
 
 
 def main() -> int:
-    began = time.monotonic()
+    began, load = time.monotonic(), os.getloadavg()[0]
     leave_on_signals()
     LOGS.mkdir(parents=True, exist_ok=True)
     try:
@@ -305,6 +305,8 @@ def main() -> int:
         "times say little about larger models.",
         soft_wrap=True,
     )
+    if load > (os.cpu_count() or 1):
+        console.print(f"The machine was busy before (load {load:.1f}): times say little at all.", soft_wrap=True)
     passed, line = verdict(with_manthan, plain, memory)
     console.print(f"[bold {'green' if passed else 'red'}]{line}[/]", soft_wrap=True)
     return 0 if passed else 1

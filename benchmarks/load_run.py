@@ -234,7 +234,10 @@ def run_arm(
 
 
 def warm_up(server: Endpoint, options: Namespace, served: Served, longest: int, is_ours: bool) -> None:
-    """Send a prompt that is in no load twice, then empty the caches, because a server's first requests take longer."""
+    """Send a prompt that is in no load twice, then empty the caches, because a server's first requests take longer.
+
+    Manthan's store keeps that prompt, because its guard forgets at a reset of the store which codec suits the model.
+    """
     made = Made(1, max(16, longest // 2), 1, 1, 4, 0.0, FIXED, 0.0, options.seed + 1)
     chats = made_up(made, writer(None, served.shape.vocabulary, made.seed))
     still_s = 0.0 if not is_ours or options.idle_after > SOON_S else options.idle_after + 1
@@ -244,15 +247,18 @@ def warm_up(server: Endpoint, options: Namespace, served: Served, longest: int, 
             if one.error:
                 raise server.error(f"The server does not answer: {one.error}")
         until_settled(server, still_s)
-    forget(server)
+    forget(server, external=not is_ours)
 
 
-def forget(server: Endpoint) -> None:
-    """Empty prefix cache and store. Retry for FORGET_S, because a connector may hold blocks after the last request."""
+def forget(server: Endpoint, external: bool = True) -> None:
+    """Empty the prefix cache, and with `external` the KV connector's store too.
+
+    Retry for FORGET_S, because a connector may hold blocks after the last request.
+    """
     deadline = time.monotonic() + FORGET_S
     while True:
         try:
-            return server.reset_prefix_cache()
+            return server.reset_prefix_cache(external)
         except ServerError:
             if time.monotonic() > deadline:
                 raise

@@ -6,7 +6,7 @@ from manthan.policies.base import RankedPolicy, SessionView
 
 
 class LRU(RankedPolicy):
-    """The session unused for longest. O(log n) an event."""
+    """The session unused for longest."""
 
     name: ClassVar[str] = "lru"
 

@@ -196,14 +196,15 @@ def _nested(given: Mapping[str, _Given]) -> dict[str, Any]:
 
 
 def _sentence(error: ValidationError, given: Mapping[str, _Given]) -> str:
-    """Return the message for pydantic's first error."""
-    key, _, _, said = first_mistake(error)
-    if not key or key in GROUPS:  # from a validator of several keys, whose message names the keys
-        return f"{', '.join(dict.fromkeys(given[name].source for name in given if name in said))}: {said}"
-    while key not in given:  # the mistake is inside a value that is a mapping
-        key = key.rpartition(".")[0]
-    value, source, _ = given[key]
-    return f"{source}: {must_be(key, FIELDS[key].description, value)}"
+    """Return the message for pydantic's first error, and the keys of further ones."""
+    wrong = dict.fromkeys(".".join(map(str, one["loc"])) for one in error.errors())
+    first, *more = dict.fromkeys(next((key for key in given if f"{each}.".startswith(f"{key}.")), "") for each in wrong)
+    also = f" (wrong too: {', '.join(filter(None, more))})" if any(more) else ""
+    if not first:  # from a validator of several keys, whose message names the keys
+        said = first_mistake(error).said
+        return f"{', '.join(dict.fromkeys(given[name].source for name in given if name in said))}: {said}{also}"
+    value, source, _ = given[first]
+    return f"{source}: {must_be(first, FIELDS[first].description, value)}{also}"
 
 
 # -- names and options --------------------------------------------------------------------------------------

@@ -288,7 +288,7 @@ class StandIn:
     def samples(self, *_: str) -> list[tuple[str, dict[str, str], float]]:
         return []
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, _external: bool) -> None:
         self._measurement, self._began, self._late = self._measurement + 1, 0.0, 0
 
     def complete(self, prompt: list[int], max_tokens: int, **_: Any) -> Reply:
@@ -393,6 +393,9 @@ def test_agents_on_a_real_server_find_what_outgrows_the_pool(tmp_path: Path) -> 
     assert 0 < point.found <= point.possible + 0.02
     (counted,) = (of["counters"] for run in found["runs"] for of in run["points"].values())
     assert counted["manthan_restored_blocks_total"] > 0
+    (log,) = tmp_path.glob("agents-host-*.log")
+    assert "Resetting prefix cache" in log.read_text()
+    assert "the cold store is emptied" not in log.read_text()
     assert is_png(tmp_path / "agents.png")
 
 

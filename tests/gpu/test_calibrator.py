@@ -16,7 +16,7 @@ CHATS, WITHIN_S = 8, 300.0
 @pytest.fixture(params=["host", "device"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # for the profile
-    for engine in running(blocks=131, idle=0.1, tiers={"kind": request.param, "max_bytes": "1GiB"}):
+    for engine in running(blocks=131, idle=0.1, tiers={"kind": request.param, "max_bytes": "512MiB"}):
         engine.on_worker(hasten)
         yield engine
 

@@ -40,6 +40,12 @@ def refusal(path: Path | None = None, env: dict[str, str] | None = None, flags: 
     return sentence.replace(f"{path.parent}/", "") if path else sentence
 
 
+def test_all_keys_with_mistakes_are_named(write: WriteYaml) -> None:
+    sentence = refusal(write("{idle: {after_s: soon, min_tokens: few}, tiers: {max_bytes: much}}"))
+    assert sentence.startswith("x.yaml: idle.after_s must be ")
+    assert sentence.endswith(", not 'soon' (wrong too: idle.min_tokens, tiers.max_bytes)")
+
+
 def test_there_are_few_keys() -> None:
     assert len(FIELDS) <= 29
 

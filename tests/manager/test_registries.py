@@ -95,7 +95,7 @@ def rows(*arguments: str) -> list[str]:
 def test_policies_are_listed_with_their_options() -> None:
     listed = rows("policies")
     assert [row.split()[0] for row in listed[1:]] == policy_names()
-    assert "lru The session unused for longest. O(log n) an event." in listed
+    assert "lru The session unused for longest." in listed
     assert any(row.startswith("returns ") and row.endswith(" prior=8.0") for row in listed)
     assert "newest The session used last goes first." in listed
     assert "picky rounds=(required) least=1 most=2 is_strict=False" in listed

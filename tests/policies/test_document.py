@@ -45,5 +45,5 @@ def test_yaml_is_accepted(block: str, tmp_path: Path) -> None:
 def test_the_example_is_the_one_that_is_installed() -> None:
     (module,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     assert module == (EXAMPLE / "manthan_policy_largest.py").read_text(encoding="utf-8")
-    (entry_point,) = re.findall(r"^```toml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-    assert entry_point in (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8")
+    (project,) = re.findall(r"^```toml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    assert project == (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8")
