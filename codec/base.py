@@ -1,4 +1,4 @@
-"""Interface of a codec, and arithmetic common to several codecs.
+"""Interface of a codec, and a sum that several codecs share.
 
 A compressed block has sections. A section holds some of a KV block's numbers, such as the keys of all layers and heads.
 A `Codec` encodes and decodes a section. A preset is a named choice of options; its method `codec` makes a `Codec`. The
@@ -104,7 +104,7 @@ class Section:
     def vector_kind(self) -> Kind:
         """Kind of the vectors. Raises ShapeError for a section of both kinds or of none."""
         if len(self.vector_kinds) != 1:
-            raise ShapeError(f"a section of kind {self.kind.name} is not of one kind of vectors, keys or values.")
+            raise ShapeError(f"a section of kind {self.kind.name} holds keys and values, not one of the two.")
         return self.vector_kinds[0]
 
     @property

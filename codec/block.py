@@ -131,7 +131,7 @@ class DecodedShard(NamedTuple):
     first_head: int  # among the model's KV heads
     heads: int
     numbers: tuple[Numbers, ...]  # as in `BlockShape.arrays`
-    ignored: int = 0  # count of bytes behind the base and its undamaged refinements, see `wire`
+    ignored: int = 0  # count of bytes at the end that decoding did not use, see `wire`
 
 
 PIECE = 128  # most numbers of a piece of a latent
@@ -335,9 +335,7 @@ class BlockFormat:
         block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
         behind = block.ignored + sum(body.size for body in block.refinements)
         if behind and not any(codec.levels > 1 for codec in self._codecs.values()):
-            raise WireError(
-                f"{behind} bytes stand behind a block whose codec {self.codec} has no refinements.", "trailing"
-            )
+            raise WireError(f"{behind} bytes follow a block of codec {self.codec}, which appends none.", "trailing")
         self.exact_of(block.header)
         arrays = self.shape.arrays
         found: list[list[Numbers]] = [[] for _ in arrays]

@@ -2,7 +2,7 @@
 
 A store compresses KV blocks of vLLM's pool and saves them in tiers, such as RAM or a disk. A load brings KV back; a
 prefetch is a load before a request comes. A lossy block has KV decoded by a lossy codec (DECODED), or computed behind
-such KV (DERIVED). A session is a list of block hashes of the main KV cache group.
+such KV (DERIVED). A session lists the block hashes of one KV cache group, the main.
 
     a request   started -> matched (how much can be loaded?) -> admitted -> loading -> ... -> finished
     each step   step: due sessions, memory pressure, stores, drops, prefetches
@@ -43,7 +43,7 @@ If this number, plus that of blocks being stored, is below the low watermark, bl
 BURSTS = 1.5, 2.5  # both watermarks as multiples of the burst: the most blocks that requests took in a recent step
 BURST_DECAY = 127 / 128  # factor on the burst in a step in which requests take some blocks, but fewer than the burst
 RUNNING_S = 0.1  # seconds until the next look for blocks to save, after a look found none
-LED = 256  # saved blocks to put into the policy's order at a time; more if more were overwritten since the last time
+LED = 256  # cold sessions' saved blocks put at the queue's head at a time; more if more were overwritten since then
 WINDOW_SHARE = 16  # stores of free blocks begin only while stores reference fewer than 1 / WINDOW_SHARE of the pool
 
 
@@ -62,7 +62,7 @@ class Driver:
 
     Args:
         ranks: number of ranks, each of which answers every load.
-        storing: number of ranks that gather and answer every store; None for all. Other ranks keep no blocks.
+        storing: number of ranks that gather and answer every store; None for all. Other ranks save no blocks.
         low, high: watermarks, as shares of the pool; see LOW_WATERMARK.
         bursts: multiples of the burst, see BURSTS. A watermark is the larger of its share of the pool and its multiple.
         fronts: fast tiers in front of the last tier, the fastest first.
@@ -217,9 +217,9 @@ class Driver:
             marks.set(derived, Mark.DERIVED, request.session.owner)
 
     def cached(self, request_id: str, blocks: int) -> None:
-        """Note that at least the first `blocks` full blocks of a running request are in the prefix cache."""
+        """Note that at least a request's first `blocks` full blocks are in the prefix cache; 0 if it does not run."""
         if (request := self._requests.get(request_id)) is not None:
-            request.computed = max(request.computed, blocks)
+            request.computed = max(request.computed, blocks) if blocks else 0
 
     def asker(self, request_id: str) -> Asker | None:
         """Return `Request.asker`, the owner of the request's session; None if unknown, or if only exact KV will do."""
@@ -323,7 +323,7 @@ class Driver:
         manager.said.expire(now)
         if now >= self._looks_after:
             self._look_at = inf
-        # True if running requests may take more blocks in a step than are free, or if the first waiting one needs more.
+        # True if stores hold blocks, and a step or the first waiting request may need more blocks than are free.
         revokes = self._holding > 0 and len(self._pool) < max(taken, self._first_waiting)
         if not self.rests:
             wanted, room = self.wanted(now), self._room
@@ -393,7 +393,7 @@ class Driver:
 
     @property
     def _room(self) -> int:
-        """Most free blocks that new stores may reference. Requests get none of these until all ranks gathered them."""
+        """Most free blocks that new stores may reference. No request gets these until storing ranks gathered them."""
         free, first = len(self._pool) - 2 * self._taken, self._first_waiting
         if first <= free:
             free -= first  # if the first request does not fit, it waits for running requests' blocks
@@ -401,7 +401,7 @@ class Driver:
         return max(0, min(window, free, A_STEP - self.manager.blocks.storing))
 
     def _save_running(self, now: float) -> None:
-        """Begin to store blocks of running requests. No free block is taken, because the requests reference these."""
+        """Begin to store blocks of running requests. The requests reference these, so that none is free."""
         for request in self._requests.values():
             room = A_STEP - self.manager.blocks.storing
             if room <= 0:
@@ -524,7 +524,7 @@ class Driver:
         return ""
 
     def reset(self, now: float) -> str:
-        """Drop all saved KV, and empty sessions. Return the new namespace for `Tier.cleared`; empty without Redis."""
+        """Empty the sessions; drop all saved KV. Return the new namespace for `Tier.cleared`; empty without Redis."""
         for store in self._stores.values():
             store.is_void = True
         self.manager.reset()

@@ -68,12 +68,12 @@ WRAPPED = {
     "vllm.v1.engine.core.EngineCore.reset_prefix_cache": "Manthan must first release the blocks that it references.",
     "vllm.v1.executor.abstract.Executor.collective_rpc": "Connectors are told of no load of weights and no sleep.",
     "vllm.model_executor.model_loader.utils.initialize_model": "No connector is told of a model before its load.",
-    "vllm.model_executor.models.llama.LlamaForCausalLM.load_weights": "The digest is taken of weights as they load.",
+    "vllm.model_executor.models.llama.LlamaForCausalLM.load_weights": "Each model's, to take a digest of weights.",
     "vllm.v1.attention.backend.AttentionImpl.forward": "A codec profile from traffic needs queries.",
     "vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled": "`get_cached_block` gets no request.",
-    "vllm.v1.core.block_pool.BlockPool.get_cached_block": "Decoded blocks are served to their own session only.",
+    "vllm.v1.core.block_pool.BlockPool.get_cached_block": "Lossy blocks are served to the same owner only.",
     "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n": "Saved blocks are overwritten before others.",
-    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": "Marks blocks; answers keep their windows.",
+    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": "It marks blocks; caches answers' windows.",
 }
 """Functions of vLLM that Manthan replaces, and the reason for each. Tests check the signatures of vLLM's functions."""
 # Every process of vLLM imports this module. Modules that only some processes need are imported inside functions.
@@ -379,7 +379,7 @@ class Core:
             scheduler.set_pause_state(before)
 
     def _recompute_waiting(self) -> None:
-        """Free the blocks of requests in `kv_holding_waiting`, but for paused streams. They begin anew in `waiting`."""
+        """Move requests but paused streams from `kv_holding_waiting` to `waiting`, without blocks, to begin anew."""
         scheduler = self._core.scheduler
         waits = {RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING, RequestStatus.PREEMPTED}
         for request in [request for request in scheduler.kv_holding_waiting if request.status in waits][::-1]:
@@ -497,7 +497,7 @@ class Lookups:
 
 
 def cached_blocks(pool: "BlockPool", name: Any) -> "Iterable[KVCacheBlock]":
-    """Return all cached blocks with a hash, in vLLM's order. name: block hash with group id."""
+    """Return cached blocks with this hash, in vLLM's order. name: block hash with group id."""
     found = pool.cached_block_hash_to_block._cache.get(name)
     return found.values() if isinstance(found, dict) else () if found is None else (found,)
 
@@ -513,10 +513,10 @@ def overwrite_next(pool: "BlockPool", blocks: "Sequence[KVCacheBlock]") -> None:
 class VllmPool:
     """vLLM's block pool with the methods of `manthan.manager.pool.Pool`; see there.
 
-    A saved block has a compressed copy in a tier. A block that was given up counts as saved, with or without a copy.
+    A saved block has a compressed copy in a tier. A block passed to `give_up` counts as saved, even without a copy.
 
-    block_tokens: number of tokens in a block, by group. event: takes the name of a block stored in the pool and the
-    pool's medium, and returns vLLM's KV event; None if events are off.
+    block_tokens: number of tokens in a block, by group. event: None if events are off; else takes a cached block's
+    name and the pool's medium, and returns vLLM's event.
     """
 
     def __init__(
@@ -534,14 +534,14 @@ class VllmPool:
         """By id, saved blocks in the order of the free queue. Some may have left the queue since."""
         self._finds: dict[int, WeakSet[Request]] = {}  # by block id, requests that expect the block; see `count_on`
         self._bereft: set[Request] = set()
-        self._last_empty: KVCacheBlock | None = None  # last block without a hash at the queue's head; None if unknown
+        self._last_empty: KVCacheBlock | None = None  # last of the blocks without a hash at the head; None if unknown
         wrap("vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n", self._free, self._append)
 
     def _watch(self, block_ids: Iterable[int]) -> None:
         self._pool._reuse_watchers.update(dict.fromkeys(block_ids, self._reused))
 
     def _reused(self, block: "KVCacheBlock") -> None:
-        """Forget all facts about a watched block, because the pool hands the block out for new KV."""
+        """Forget all facts about a watched block: the pool hands it out for new KV, or was reset."""
         block_id = block.block_id
         self._unsave(block_id)
         if self.marks[block_id]:
@@ -567,12 +567,12 @@ class VllmPool:
         return [-1 if block is None else block.block_id for block in firsts]
 
     def count_on(self, block_id: int, request: "Request") -> None:
-        """Have `take_bereft` return `request` once the pool has handed out `block_id`."""
+        """Have `take_bereft` return `request` once the pool has handed out `block_id`, or was reset."""
         self._finds.setdefault(block_id, WeakSet()).add(request)
         self._watch([block_id])
 
     def take_bereft(self) -> "set[Request]":
-        """Return the requests passed to `count_on` whose block the pool has handed out since the last call."""
+        """Return the requests passed to `count_on` that lost the block since the last call."""
         bereft, self._bereft = self._bereft, set()
         return bereft
 
@@ -692,7 +692,7 @@ class VllmPool:
         self._free.num_free_blocks += len(blocks)
 
     def _last_kept(self) -> "KVCacheBlock":
-        """Return the free queue's last saved block; or else the last block, or fake head, before any with a hash."""
+        """Return the free queue's last saved block; if none, the block or fake head before the first with a hash."""
         while self._kept:
             last = next(reversed(self._kept.values()))
             if last.ref_cnt == 0 and last.block_hash is not None:
@@ -768,12 +768,12 @@ def write_latents(
     latents: [tokens, numbers of a latent]. keys: parts of the keys with RoPE, [tokens, 1, numbers of such a part].
     """
     scale = getattr(module, "_k_scale", None)  # used for quantized caches only
-    cache = cache.squeeze(1) if cache.ndim == 4 else cache  # the layer's cache has no dimension for heads
+    cache = cache.squeeze(1) if cache.ndim == 4 else cache  # the backend expects no dimension for heads
     module.impl.do_kv_cache_update(latents, keys, cache, slots, getattr(module, "kv_cache_dtype", "auto"), scale)
 
 
 def parts_of(name: str, tensor: "torch.Tensor") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield name and value of each plain tensor in a tensor: several for a quantized tensor of torchao, else one."""
+    """Yield name and value of each plain tensor in a tensor: several for torchao's or shared weights, else one."""
     from vllm.model_executor.model_loader.weight_checksum import _tensors
 
     yield from ((each, part.detach()) for each, part in _tensors(name, tensor))

@@ -1,4 +1,4 @@
-"""Models and settings of vLLM that Manthan supports. Any other stops the server at start, with a one-sentence error."""
+"""Models and settings of vLLM that Manthan refuses. Each stops the server at start, with a one-sentence error."""
 
 import re
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -21,7 +21,7 @@ NOT_BESIDE = {CONNECTOR, "DecodeBenchConnector", "HiSparseConnector", SEVERAL}
 
 DecodeBenchConnector fills the cache with made-up KV, and HiSparseConnector keeps KV outside of vLLM's blocks.
 """
-PLAIN = ("auto", "bfloat16", "float16", "float32")  # values of --kv-cache-dtype for caches that are not quantized
+PLAIN = ("auto", "bfloat16", "float16", "float32")  # values of `cache_dtype` that name no quantized dtype
 E4M3 = "fp8_e4m3"
 FP8 = {"fp8": Dtype.FLOAT8_E4M3, E4M3: Dtype.FLOAT8_E4M3, "fp8_e5m2": Dtype.FLOAT8_E5M2}
 """Dtypes of one byte, by --kv-cache-dtype. Codecs ignore a layer's scale, because the scale never changes while the
@@ -64,11 +64,11 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         "tiers.kind is device, but codec.backend numpy keeps blocks in RAM: use kind host, or codec.backend auto": (
             on_device and backend == "numpy"
         ),
-        "vLLM's CPU build switches prefix caching off for models with multi-head latent attention (MLA), such as "
+        "prefix caching is off, as vLLM's CPU build may do for models with multi-head latent attention (MLA), such as "
         f"{model.model}; serve it on a GPU, or without Manthan": uncached_latents,
         f"{model.model} has no attention layers, but states only; {without}": model.is_attention_free,
         f"{model.model} is an encoder-decoder model; {without}": model.is_encoder_decoder,
-        f"--kv-cache-dtype {cache.cache_dtype} was never tried on ROCm, whose fp8 may be of another kind; use auto": (
+        f"--kv-cache-dtype {cache.cache_dtype} is untried on ROCm, whose fp8 may be of another kind; use bfloat16": (
             quantized_on_rocm
         ),
         hashes: bool(hashes),
@@ -77,9 +77,9 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         f"use {', '.join(DRAFTS)}, or ngram": has_strange_draft,
         f"tenants.header is {config.tenants.header}, but VLLM_USE_RUST_FRONTEND is set, and that front end hands "
         "no headers on; unset one of the two": no_headers,
-        f"kv_role of {transfer.kv_connector} is {transfer.kv_role}, but Manthan loads KV on every side: use "
+        f"kv_role of {transfer.kv_connector} is {transfer.kv_role}, but Manthan saves and loads KV: use "
         "kv_both, and name the role of any further connector in its own entry": transfer.kv_role != "kv_both",
-        f"--kv-transfer-config names {', '.join(strange)} together with Manthan: leave that out": bool(strange),
+        f"--kv-transfer-config has {', '.join(strange)}, which may not stand with Manthan's own entry": bool(strange),
         f"kv_load_failure_policy of {transfer.kv_connector} is {transfer.kv_load_failure_policy}: set it to "
         "recompute, so that a lost block costs time and not the request": (
             transfer.kv_load_failure_policy != "recompute"

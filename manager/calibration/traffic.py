@@ -16,10 +16,10 @@ from manthan.codec.calibration import SINKS, Doubles, ProfileBuilder
 from manthan.codec.profile import Profile, ProfileInfo
 from manthan.codec.rope import Floats
 
-ASKED, ASKING = 4, 64  # queries of the prompt's last 1 / ASKED are used, about ASKING of them
+ASKED, ASKING = 4, 64  # of a text's last 1 / ASKED, fewer than 2 * ASKING queries are used
 KEYS = 1.6  # weight of keys against values, fitted to Fisher's information, because queries are not independent
 GROWTH, FIRST = 30.0, 1 / 250
-"""Squared lengths of the residual stream before the last layer and before the first, divided by that before layer 2."""
+"""Squared lengths of the residual stream before the last layer and the first, divided by that before the second."""
 OUTPUT = re.compile(r"(?:^|\bmodel\.)layers\.(\d+)\.\w+\.(?:o_proj|out_proj|dense)\.weight$")
 
 
@@ -77,16 +77,17 @@ class TrafficBuilder(ProfileBuilder):
 
 
 def output_energies(folder: Path | None, layers: int, heads: int, head_dim: int) -> list[Floats]:
-    """Return W^T W of query heads, [heads, head_dim, head_dim], by layer; only identities if any layer has no W."""
+    """Return W^T W of query heads, [heads, head_dim, head_dim], by layer; identities if a layer lacks a plain W."""
     from safetensors import safe_open
 
     found: dict[int, Floats] = {}
     for path in sorted(folder.glob("*.safetensors")) if folder else ():
         with safe_open(path, "pt") as file:
             for told in filter(None, map(OUTPUT.search, file.keys())):
-                weight = file.get_tensor(told.string).float().numpy()
-                if weight.shape[1:] == (heads * head_dim,):
-                    parts = weight.reshape(len(weight), heads, head_dim).transpose(1, 2, 0)
+                weight = file.get_tensor(told.string)
+                if weight.shape[1:] == (heads * head_dim,) and weight.element_size() > 1:
+                    parts = weight.float().numpy().reshape(len(weight), heads, head_dim).transpose(1, 2, 0)
                     found[int(told[1])] = parts @ parts.transpose(0, 2, 1)
     same = np.tile(np.eye(head_dim, dtype=np.float32), (heads, 1, 1))
-    return [found[layer] if len(found) == layers else same for layer in range(layers)]
+    has_all = found.keys() >= set(range(layers))  # a draft's layers may follow
+    return [found[layer] if has_all else same for layer in range(layers)]

@@ -122,7 +122,7 @@ def test_numbers_that_are_not_finite_or_too_large_are_refused(value, dtype):
 
 
 def test_sections_of_both_kinds_are_not_taken():
-    with pytest.raises(ShapeError, match="a section of kind BOTH is not of one kind of vectors"):
+    with pytest.raises(ShapeError, match="a section of kind BOTH holds keys and values"):
         codec_of().max_nbytes(section_of(kind=SectionKind.BOTH))
 
 

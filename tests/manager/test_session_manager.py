@@ -136,6 +136,13 @@ def test_pressure_saves_blocks_of_running_requests() -> None:
     assert talks.states() == {"s": "cold"}
 
 
+def test_pressure_saves_nothing_of_a_preempted_request() -> None:
+    """Its blocks are free: others need them."""
+    talks = Talks(blocks=16, low=0.2, high=0.3)
+    talks.driver.cached(talks.start("a b c d e f g h i j k l m n", "s"), 0)
+    assert talks.save() == []
+
+
 # -- the order in which the pool overwrites -----------------------------------------------------------
 
 

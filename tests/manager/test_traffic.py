@@ -74,6 +74,11 @@ def test_output_projections_are_found_in_the_files_of_a_model(tmp_path: Path) ->
     found = output_energies(tmp_path, 3, HEADS, DIM)
     part = weights["model.layers.2.self_attn.o_proj.weight"][:, DIM : 2 * DIM]
     assert np.allclose(found[2][1], part.T @ part, atol=1e-4)
+    assert np.allclose(output_energies(tmp_path, 2, HEADS, DIM)[1], found[1]), "a draft's layer is in the same files"
     identity = np.tile(np.eye(DIM), (HEADS, 1, 1))
-    for lacking in (output_energies(tmp_path, 4, HEADS, DIM), output_energies(None, 4, HEADS, DIM)):
+    quantized = tmp_path / "quantized"
+    quantized.mkdir()
+    save_file({name: each.to(torch.float8_e4m3fn) for name, each in weights.items()}, quantized / "model.safetensors")
+    for folder, layers in ((tmp_path, 4), (None, 4), (quantized, 3)):
+        lacking = output_energies(folder, layers, HEADS, DIM)
         assert all((each == identity).all() for each in lacking)

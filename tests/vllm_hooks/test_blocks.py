@@ -115,5 +115,5 @@ def test_a_layout_that_cannot_be_read_back_is_refused() -> None:
 
 def test_a_layout_whose_vectors_are_scattered_is_not_for_gpu_kernels() -> None:
     caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
-    with pytest.raises(UnsupportedError, match="does not lay each vector out in one piece"):
+    with pytest.raises(UnsupportedError, match="the attention backend splits vectors"):
         paged_layout(probe_layers(caches, layers, BLOCKS, shape_of(spec)), shape_of(spec))

@@ -166,6 +166,21 @@ def test_a_slow_disk_under_a_profile_delays_no_step(path: Path) -> None:
     assert renamed == ["manthan-profile"]
 
 
+@pytest.mark.parametrize(
+    ("told", "dtype"),
+    [(SimpleNamespace(slot_mapping=0), torch.bfloat16), (SimpleNamespace(query_start_loc=0), torch.float8_e4m3fn)],
+    ids=["as FlashInfer's", "queries in fp8"],
+)
+def test_attention_that_hides_its_prompts_or_queries_makes_no_profile(told: Any, dtype: torch.dtype) -> None:
+    calibrator: Any = object.__new__(Calibrator)
+    with said(logging.WARNING) as lines:
+        calibrator._try(calibrator._take, 0, told, torch.empty(2, 4, 8, dtype=dtype))
+    assert lines == [
+        f"Manthan: no profile is made from traffic: NotImplementedError: SimpleNamespace with queries in {dtype}"
+    ]
+    assert calibrator._is_done
+
+
 def test_the_log_says_once_that_tenants_shape_no_profile() -> None:
     half: Any = object.__new__(SchedulerHalf)
     request = SimpleNamespace(kv_transfer_params=None, kv_hints=None, cache_salt=None)

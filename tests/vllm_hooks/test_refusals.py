@@ -79,8 +79,8 @@ def refusal(model: str, **options: Any) -> str:
         (MAMBA, "{} has no attention layers, but states only; serve it without Manthan."),
         (
             MLA,
-            "vLLM's CPU build switches prefix caching off for models with multi-head latent attention (MLA), such as "
-            "{}; serve it on a GPU, or without Manthan.",
+            "prefix caching is off, as vLLM's CPU build may do for models with multi-head latent attention (MLA), such "
+            "as {}; serve it on a GPU, or without Manthan.",
         ),
     ],
     ids=["states only", "latents on the CPU"],
@@ -109,7 +109,7 @@ def test_a_disk_beside_ranks_on_other_hosts(tmp_path: Path) -> None:
             {},
             {},
             {"kv_role": "kv_producer"},
-            "kv_role of ManthanConnector is kv_producer, but Manthan loads KV on every side",
+            "kv_role of ManthanConnector is kv_producer, but Manthan saves and loads KV",
         ),
         (
             {},

@@ -83,11 +83,15 @@ def several(*connectors: dict[str, Any], **roles: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("transfer", "flags", "why"),
     [
-        (EXAMPLE | {"kv_connector": "DecodeBenchConnector"}, (), "--kv-transfer-config names DecodeBenchConnector"),
+        (
+            EXAMPLE | {"kv_connector": "DecodeBenchConnector"},
+            (),
+            "--kv-transfer-config has DecodeBenchConnector, which may not",
+        ),
         (
             several(MANTHAN, MANTHAN),
             (),
-            "--kv-transfer-config names ManthanConnector together with Manthan: leave that out",
+            "--kv-transfer-config has ManthanConnector, which may not stand with Manthan's own entry",
         ),
         (None, ("--kv-offloading-size", "1"), "--kv-offloading-size is 1, which replaces Manthan by vLLM's offloading"),
         (
@@ -107,7 +111,7 @@ def test_what_cannot_be_together(transfer: dict[str, Any] | None, flags: tuple[s
 
 def test_a_role_of_all_that_lets_vllm_write_where_manthan_loads_is_refused() -> None:
     given = several(MANTHAN, EXAMPLE, kv_role="kv_producer", kv_load_failure_policy="recompute")
-    with pytest.raises(SystemExit, match="MultiConnector is kv_producer, but Manthan loads KV on every side"):
+    with pytest.raises(SystemExit, match="MultiConnector is kv_producer, but Manthan saves and loads KV"):
         served(given)
 
 

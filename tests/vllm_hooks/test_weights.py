@@ -15,7 +15,15 @@ from vllm_engine import BLOCK, GPU_BYTES, MODEL, fork_engines
 
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.queries import METHOD
-from manthan.vllm_hooks.worker.weights import PIECE_BYTES, Loaded, loaded_digest, loaded_of, tensor_digest, watch_model
+from manthan.vllm_hooks.worker.weights import (
+    PIECE_BYTES,
+    Loaded,
+    _sums,
+    loaded_digest,
+    loaded_of,
+    tensor_digest,
+    watch_model,
+)
 
 
 def tensors(path: Path) -> dict[str, tuple[int, int]]:
@@ -175,6 +183,11 @@ def test_the_digest_is_of_names_shapes_dtypes_and_all_bytes_in_any_order() -> No
     assert len({right, *map(digest_of, others)}) == 5
 
 
+def test_a_view_of_a_buffer_of_several_tensors_can_be_summed() -> None:
+    buffer = torch.arange(40_000, dtype=torch.int32)
+    assert list(_sums(buffer[1:].view(torch.uint8))) == list(_sums(buffer[1:].clone().view(torch.uint8)))
+
+
 def test_each_piece_of_a_large_tensor_counts() -> None:
     numbers = torch.zeros(2 * PIECE_BYTES + 5, dtype=torch.uint8)
     digests = {tensor_digest(numbers)}
@@ -187,11 +200,22 @@ def test_each_piece_of_a_large_tensor_counts() -> None:
 
 
 def test_where_a_loader_bypasses_the_model_its_tensors_count() -> None:
+    digests, model = set(), Model()
+    for number in (1, 2, 2):
+        model.kept.data[1] = number
+        loaded = Loaded()
+        loaded.watch(model, "model")
+        digests.add(loaded.digest())
+    assert len(digests) == 2
+
+
+def test_what_is_loaded_later_is_only_counted() -> None:
     loaded, model = Loaded(), Model()
     loaded.watch(model, "model")
+    model.load_weights(iter({"a": torch.ones(3)}.items()))
     before = loaded.digest()
-    model.kept.data[1] = 2
-    assert loaded.digest() != before
+    model.load_weights(iter({"a": torch.zeros(3)}.items()))
+    assert (loaded.digest(), loaded.loads) == (before, 2)
 
 
 def test_weights_that_nobody_saw_are_those_of_no_other_engine() -> None:

@@ -22,10 +22,10 @@ from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus, behind, m
 
 logger = init_logger("vllm.manthan.worker")
 
-LEAST, MOST = 128, 1024  # least and most tokens taken from a step, all of the request with most tokens in the step
+LEAST, MOST = 128, 1024  # least and most tokens taken from a step, only from the request with most tokens in it
 EVERY = 16  # least tokens of traffic for each token taken, so that calibration costs little
 WANTED = 9_600
-"""Least tokens that make a profile: four fifths of the 12,000 tokens that are taken of 192,000 tokens of traffic."""
+"""Least tokens that make a profile. Of 192,000 tokens of traffic, 12,000 are taken; four fifths are enough."""
 Rows: TypeAlias = tuple[torch.Tensor, ...]
 """Some rows of a layer's queries, keys and values, [tokens, heads, head_dim] each."""
 
@@ -61,7 +61,7 @@ class Calibrator:
             wrap("vllm.v1.attention.backend.AttentionImpl.forward", attention, partial(self._forward, layer))
 
     def begin_step(self, metadata: ManthanMetadata) -> None:
-        self._is_done |= metadata.has_new_weights  # the profile's path names the weights of the files
+        self._is_done |= metadata.has_new_weights  # a profile is for the weights in the model's files
         if metadata.place is not None:  # what was taken before the cold store was emptied shapes no profile
             self._passed, self._taken, self._builder = 0, 0, []
         self._passed += metadata.tokens
@@ -90,9 +90,12 @@ class Calibrator:
     def _take(self, layer: int, told: Any, *rows: torch.Tensor) -> None:
         """Copy rows of the prompt with most tokens. After the last layer, begin the work on the thread.
 
-        The prompt is found by kernels, so that the model's thread does not wait for the GPU. Nothing is copied if the
-        prompt is too short, or the GPU has no memory for it. told: metadata of the attention backend.
+        The prompt is found by kernels, so that the model's thread does not wait for the GPU. Nothing is copied if
+        `max_query_len` is too low, or the GPU lacks memory for it. told: metadata of the attention backend. Raises
+        NotImplementedError for metadata without a prompt's rows, as FlashInfer's, and for queries in fp8.
         """
+        if not hasattr(told, "query_start_loc") or rows[0].element_size() == 1:
+            raise NotImplementedError(f"{type(told).__name__} with queries in {rows[0].dtype}")
         count = min(told.max_query_len, MOST)
         self._wants = layer == len(self._parts) and count >= LEAST
         if self._wants and layer == 0:
@@ -123,7 +126,7 @@ class Calibrator:
         """
         if copied is not None:
             torch.cuda.set_device(self._device)
-        with behind(copied, self._device):  # each layer's memory on the GPU is freed at once
+        with behind(copied, self._device):  # each layer's GPU memory is freed after its copy
             end, count = place.tolist()
             parts = [tuple(x[:count].cpu() for x in parts.pop(0)) for _ in self._attentions]
         if count < LEAST:

@@ -34,7 +34,7 @@ STAGINGS_BYTES = 2 * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES
 
 
 class TierBytes(NamedTuple):
-    """Bytes of a rank's tiers in GPU memory (device) and in RAM (host); 0 for none."""
+    """Bytes of a rank's tiers in GPU memory (device) and outside (host); 0 for none."""
 
     device: int
     host: int
@@ -84,7 +84,7 @@ def fast_tiers(store: TiersConfig, ranks: int) -> list[FrontTier]:
 
 
 def _device_nbytes() -> int:
-    """Return the bytes of a device's memory; of the machine's memory for a CPU, or a GPU that shares it."""
+    """Return the bytes of a GPU's memory, its own or shared; with vLLM's CPU build, those of NUMA node 0."""
     import torch
     from vllm.platforms import current_platform
 
@@ -124,17 +124,17 @@ def share_memory(vllm_config: "VllmConfig") -> None:
     if not ours < budget <= total * ranks:
         raise ConfigError(
             f"memory_bytes is {human_bytes(budget)}: it must be more than the {human_bytes(ours)} that Manthan takes "
-            f"in RAM, and no more than the machine's {human_bytes(total)} for each rank"
+            f"in RAM, and at most {human_bytes(total)} for each rank"
         )
     cache.gpu_memory_utilization = math.floor((budget - ours) / ranks / total * 1e6) / 1e6
     logger.info(
-        f"Manthan: of {human_bytes(budget)}, {human_bytes(ours)} are for compressed blocks in RAM and "
-        f"{human_bytes(budget - ours)} for vLLM: --gpu-memory-utilization is now {cache.gpu_memory_utilization:g}"
+        f"Manthan: of memory_bytes {human_bytes(budget)}, Manthan takes {human_bytes(ours)} in RAM, and vLLM "
+        f"{human_bytes(budget - ours)}: --gpu-memory-utilization is now {cache.gpu_memory_utilization:g}"
     )
 
 
 def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
-    """Take tier and least staging buffers from vLLM's share of each GPU. Raises ConfigError if nothing is left."""
+    """Lower vLLM's share of each GPU by its tier and STAGINGS_BYTES. Raises ConfigError if nothing is left."""
     if not is_on_gpu(vllm_config):
         return
     cache, store = vllm_config.cache_config, from_vllm_config(vllm_config).tiers

@@ -30,9 +30,9 @@ NOWHERE: Index = np.empty(0, np.int64)  # for layers stored as bytes: no positio
 class Layer(NamedTuple):
     """Cache of a layer, and the positions of a block's keys and values.
 
-    rows: [blocks, elements] in the order of memory; fp8 and bytes as uint8. keys, values: indices in a row of all their
-    elements, in the order head, token, element. With latents, `keys` is of the key's part with RoPE, and `values` of
-    the latents, cut into pieces instead of heads.
+    rows: [blocks, elements] in the order of memory; fp8 and bytes as uint8. keys, values: index in a row of each
+    of their elements, in the order head, token, element. With latents, `keys` is of the key's part with RoPE, and
+    `values` of the latents, cut into pieces instead of heads.
     """
 
     name: str
@@ -96,7 +96,7 @@ def placed_layers(
 
 
 def rows_of(layers: Sequence[Layer], shape: BlockShape) -> list[Layer]:
-    """Return the layers with positions. In a row, each token has its latent's bytes, then those of RoPE's part.
+    """Add positions to the layers. In a row, each token has its latent's bytes, then those of RoPE's part.
 
     No probe is needed, because the layout of a shape with `BlockShape.scales` is known byte for byte.
     """
@@ -109,7 +109,7 @@ def rows_of(layers: Sequence[Layer], shape: BlockShape) -> list[Layer]:
 def paged_layout(layers: Sequence[Layer], shape: BlockShape, opaque: Sequence[Layer] = ()) -> PagedLayout:
     """Return the layout of layers for GPU kernels. opaque: layers stored as bytes in the same compressed blocks.
 
-    Raises UnsupportedError unless vectors are at regular distances, the same in all layers.
+    Raises UnsupportedError unless layers, keys and values have the same regular strides.
     """
     first = layers[0]
     keys, values = _run(first.keys, shape.numbers), _run(first.values, shape.value_numbers)
@@ -121,8 +121,8 @@ def paged_layout(layers: Sequence[Layer], shape: BlockShape, opaque: Sequence[La
     )
     if keys is None or values is None or not alike or not (shape.latent or keys[1:] == values[1:]):
         raise UnsupportedError(
-            "Manthan cannot be used here: the attention backend does not lay each vector out in one piece, in all "
-            "layers alike; choose another with --attention-backend, such as FLASH_ATTN."
+            "Manthan cannot be used here: the attention backend splits vectors, or its strides differ by layer, key or "
+            "value; choose another with --attention-backend, such as FLASH_ATTN."
         )
 
     def laid_out(numbers: tuple[int, int, int, int], run: tuple[int, int, int], value_at: int | None) -> PagedLayout:

@@ -34,6 +34,7 @@ class Loaded:
         self._unknown = secrets.token_hex(16)
         self.loads = 0  # number of calls of `load_weights`, the first included
         self._digests: dict[str, str] = {}
+        self._digest = ""
         self._models: dict[str, ref[torch.nn.Module]] = {}
 
     def watch(self, model: torch.nn.Module, name: str) -> None:
@@ -48,25 +49,31 @@ class Loaded:
 
     def _noted(self, model: str, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
-            self._digests[f"{model}/{name}"] = self._digest_of(name, tensor)
+            if not self._digest:
+                self._digests[f"{model}/{name}"] = self._digest_of(name, tensor)
             yield name, tensor
 
     def _digest_of(self, name: str, tensor: torch.Tensor) -> str:
         try:
             return " ".join(tensor_digest(part) for _, part in parts_of(name, tensor))
         except Exception as error:  # a loader may yield tensors of a class that only the model can read
-            logger.warning("Manthan: weight %s cannot be read, so that no other engine shares blocks: %r", name, error)
+            logger.warning(
+                "Manthan: weight %s cannot be read: no blocks are shared with other engines: %r", name, error
+            )
             return self._unknown
 
     def digest(self) -> str:
-        """Return 32 hex digits over the name, dtype, shape and bytes of every tensor."""
+        """Return 32 hex digits over the name, dtype, shape and bytes of every tensor loaded before the first call."""
+        if self._digest:
+            return self._digest
         found = dict(self._digests)
         for name, known in self._models.items():
             model = known()
             if model is not None and not any(each.startswith(f"{name}/") for each in found):
                 found |= {f"{name}:{n}": self._digest_of(n, tensor) for n, tensor in tensors_of(model)}
         found = found or {"": self._unknown}
-        return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()[:32]
+        self._digest = hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()[:32]
+        return self._digest
 
 
 _loaded: dict[int, Loaded] = {}
@@ -134,10 +141,12 @@ def weights_state(worker: Any) -> tuple[int, str]:
 def _sums(octets: torch.Tensor) -> Iterator[bytes]:
     """Yield the sums modulo 2**64 of a matrix's columns and of its rows, and then the bytes behind the last full row.
 
-    The matrix has the bytes as int64 [rows, COLUMNS]. Sums in both directions depend on the numbers' positions.
+    The matrix has the bytes as int64 [rows, COLUMNS]. Two unequal numbers that trade positions change some sum.
 
     octets: uint8 [bytes].
     """
+    if octets.storage_offset() % 8:  # a view of a buffer of several tensors
+        octets = octets.clone()
     whole = octets.numel() // (8 * COLUMNS) * (8 * COLUMNS)
     rows = octets[:whole].view(torch.int64).view(-1, COLUMNS)
     for part in (rows.sum(0), rows.sum(1), octets[whole:]):
