@@ -1,8 +1,8 @@
-"""Interface of a codec, and a sum that several codecs share.
+"""Interface of a codec, and definition of a sum in codecs.
 
 A compressed block has sections. A section holds some of a KV block's numbers, such as the keys of all layers and heads.
-A `Codec` encodes and decodes a section. A preset is a named choice of options; its method `codec` makes a `Codec`. The
-CPU and GPU backends decode each other's blocks, but for `klt-exact`, which has no GPU version.
+A `Codec` encodes and decodes a section. A preset is a named choice of options; its method `codec` makes a `Codec`. A
+codec's CPU and GPU versions decode each other's blocks; `klt-exact` has no GPU version.
 
     fold(x)   the sum of a sequence in a prescribed order. The upper half is added onto the lower half, until one
               element is left. The middle element of an odd number of elements is left as it is. A vector of D numbers
@@ -42,7 +42,7 @@ class SectionKind(IntEnum):
     KEYS = 1
     VALUES = 2
     BOTH = 3  # keys, and then values
-    RAW = 5  # recurrent states, or opaque bytes of the KV cache: a whole block, or `BlockShape.opaque`
+    RAW = 5  # opaque bytes: recurrent states, a whole KV block, or its part `BlockShape.opaque`
     LATENT = 6  # latents of MLA, cut into pieces that stand for heads; encoded like keys without RoPE
 
 

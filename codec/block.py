@@ -30,11 +30,11 @@ from manthan.codec.wire import BlockHeader, Buffer, align16, block_nbytes, head,
 class Scales:
     """Layout of the scales of fp8 latents among a block's exact bytes. Each piece of a token's latent has a scale.
 
-    A codec encodes the numbers times their scales, so that all numbers have one unit. Decoded numbers are divided by
+    A lossy codec encodes the numbers times their scales, so that all have one unit. Decoded numbers are divided by
     the scales. A codec that stores a scale with each vector ignores them. A scale that is not positive counts as 1.
 
     Args:
-        row: bytes of a token in the paged cache: the latent, then RoPE's part.
+        row: bytes of a token's latent and RoPE's part in the paged cache.
         piece: count of numbers in a piece, which have a common scale.
         nbytes: bytes of a scale: 4 for float32, 1 for float32's exponent alone.
         stride: bytes from a token's scales to the next token's. The first token's scales begin the array.
@@ -65,7 +65,7 @@ class BlockShape:
 
     dtype: UINT8 stands for opaque bytes. They take the position of the keys, and there are no values.
     latent: count of numbers in a token's latent in a layer (MLA); 0 without latents. With a latent, `heads` is 1, and
-    `head_dim` is the count of numbers in RoPE's part.
+    `head_dim` is RoPE's part, in elements of `dtype`.
     opaque: shape of further opaque bytes: of layers that no lossy codec can encode, or scales of latents; or None.
     scales: layout of the scales of fp8 latents, if each token has scales. RoPE's part is then bytes: bf16 numbers, and
     the scales if `Scales.place` is 0.
@@ -134,7 +134,7 @@ class DecodedShard(NamedTuple):
     ignored: int = 0  # count of bytes at the end that decoding did not use, see `wire`
 
 
-PIECE = 128  # most numbers of a piece of a latent
+PIECE = 128  # largest size of a latent's pieces
 
 
 def piece_dim(latent: int) -> int:
@@ -144,7 +144,7 @@ def piece_dim(latent: int) -> int:
     """
     fitting = [size for size in range(PIECE, 31, -8) if latent % size == 0]
     if not fitting:
-        raise HeadDimError(f"a latent of {latent} numbers is not supported: a multiple of 32 is.")
+        raise HeadDimError(f"latents of {latent} numbers are not supported; multiples of 32 are.")
     return fitting[0]
 
 
@@ -158,7 +158,7 @@ def sections(codec: str, shape: BlockShape, exact: int, first_head: int = 0) -> 
     Raises: ShapeError unless `exact` is between 0 and the block's count of tokens; HeadDimError.
     """
     if not 0 <= exact <= shape.tokens:
-        raise ShapeError(f"{exact} exact tokens cannot be: the block has {shape.tokens}.")
+        raise ShapeError(f"exact is {exact}, but must be 0 to {shape.tokens}.")
 
     def section(kind: SectionKind, codec: str, first_token: int, end: int) -> Section:
         heads, dim = (shape.value_numbers[1], shape.coded_dim) if kind is SectionKind.LATENT else shape.numbers[1::2]
@@ -191,7 +191,7 @@ class BlockFormat:
     Args:
         codec, shape: name of the codec, see `get_codec`, and shape of the blocks before encoding.
         fingerprint, group: see `wire.BlockHeader`.
-        facts: RoPE, profile and layout of states of the model, which some codecs need.
+        facts: the model's RoPE, profile (codec tables) and states' layout, if needed.
         first_head: index of the blocks' first head among the model's KV heads.
 
     Raises: UnknownCodecError, HeadDimError, ProfileError.
@@ -229,7 +229,7 @@ class BlockFormat:
         return BlockHeader(key, self.fingerprint, self.shape.tokens, made, self.group, first_token, mark)
 
     def max_sizes(self, exact: int) -> tuple[int, ...]:
-        """Return the most bytes of each section. A codec with a fixed rate always writes this number."""
+        """Return each section's largest size in bytes. A fixed-rate codec always writes this number."""
         made = sections(self.codec, self.shape, exact)
         return tuple(self._codecs[section.codec].max_nbytes(section) for section in made)
 
@@ -244,7 +244,7 @@ class BlockFormat:
         return min(coded, self._whole_nbytes) if self._may_be_whole(exact) else coded
 
     def sizes_vary(self, exact: int) -> bool:
-        """True if blocks with `exact` exact tokens may differ in size, other than fp8 blocks kept exact as a whole."""
+        """True if blocks with `exact` exact tokens may differ in size, not counting fp8 blocks kept exact whole."""
         return any(self._codecs[section.codec].varies for section in sections(self.codec, self.shape, exact))
 
     def _may_be_whole(self, exact: int) -> bool:

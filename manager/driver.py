@@ -43,7 +43,7 @@ If this number, plus that of blocks being stored, is below the low watermark, bl
 BURSTS = 1.5, 2.5  # both watermarks as multiples of the burst: the most blocks that requests took in a recent step
 BURST_DECAY = 127 / 128  # factor on the burst in a step in which requests take some blocks, but fewer than the burst
 RUNNING_S = 0.1  # seconds until the next look for blocks to save, after a look found none
-LED = 256  # cold sessions' saved blocks put at the queue's head at a time; more if more were overwritten since then
+LED = 256  # cold sessions' saved blocks put at the free queue's head at a time, or as many as left it since if more
 WINDOW_SHARE = 16  # stores of free blocks begin only while stores reference fewer than 1 / WINDOW_SHARE of the pool
 
 
@@ -170,6 +170,7 @@ class Driver:
             brought: number of blocks that another KV connector loads behind the resident blocks.
         """
         request = self._requests.get(request_id)
+        self._waiting.pop(request_id, None)
         new = taken - (0 if request is None else request.taken)
         self.runway.taken(new)
         self._overwritten += new - resident
@@ -183,7 +184,6 @@ class Driver:
             missed = missed[blocks.status[missed] == 0]
             if len(missed) and (lost := int((blocks.users[missed] > 0).sum())):
                 self.manager.events(Overwritten(lost))
-        self._waiting.pop(request_id, None)
         if self.prefetcher.ready and resident:
             self.prefetcher.admitted(rows, resident + self._again, usable)
 
@@ -384,7 +384,7 @@ class Driver:
         short = self._low - storing
         if short <= 0 or now < self._looks_after or (left := self.runway.length(short)) >= short:
             return 0
-        return max(0, self._high - left - storing)  # the queue was walked up to the high watermark just now
+        return max(0, self._high - left - storing)  # `left` is exact: the walk met an unsaved block there
 
     @property
     def _first_waiting(self) -> int:
@@ -524,7 +524,7 @@ class Driver:
         return ""
 
     def reset(self, now: float) -> str:
-        """Empty the sessions; drop all saved KV. Return the new namespace for `Tier.cleared`; empty without Redis."""
+        """Empty the sessions; drop all saved KV. Return Redis's new namespace, for `Tier.cleared`, or ""."""
         for store in self._stores.values():
             store.is_void = True
         self.manager.reset()
@@ -543,7 +543,7 @@ class Driver:
         self._refuse_granted(now)
 
     def forget_resident(self, now: float) -> None:
-        """Note that the pool has lost all KV. Saved blocks stay valid."""
+        """Note that the pool has lost all KV. KV in tiers stays valid."""
         self.manager.forget_resident(now)
         self.prefetcher.reset()
         for request in self._requests.values():

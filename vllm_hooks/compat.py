@@ -68,12 +68,12 @@ WRAPPED = {
     "vllm.v1.engine.core.EngineCore.reset_prefix_cache": "Manthan must first release the blocks that it references.",
     "vllm.v1.executor.abstract.Executor.collective_rpc": "Connectors are told of no load of weights and no sleep.",
     "vllm.model_executor.model_loader.utils.initialize_model": "No connector is told of a model before its load.",
-    "vllm.model_executor.models.llama.LlamaForCausalLM.load_weights": "Each model's, to take a digest of weights.",
+    "vllm.model_executor.models.llama.LlamaForCausalLM.load_weights": "In each model, to take a weight digest.",
     "vllm.v1.attention.backend.AttentionImpl.forward": "A codec profile from traffic needs queries.",
     "vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled": "`get_cached_block` gets no request.",
     "vllm.v1.core.block_pool.BlockPool.get_cached_block": "Lossy blocks are served to the same owner only.",
     "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n": "Saved blocks are overwritten before others.",
-    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": "It marks blocks; caches answers' windows.",
+    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": "New blocks get marks; answers are cached.",
 }
 """Functions of vLLM that Manthan replaces, and the reason for each. Tests check the signatures of vLLM's functions."""
 # Every process of vLLM imports this module. Modules that only some processes need are imported inside functions.
@@ -170,7 +170,7 @@ def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
     return AuthenticationMiddleware(nobody, tokens).verify_token if tokens else None
 
 
-# -- the engine core and its block pool, on the scheduler's thread ------------------------------------
+# -- the engine core and its block pool --------------------------------------------------------------
 
 
 def _with_content(feature: "MultiModalFeatureSpec") -> "MultiModalFeatureSpec":
@@ -379,7 +379,7 @@ class Core:
             scheduler.set_pause_state(before)
 
     def _recompute_waiting(self) -> None:
-        """Move requests but paused streams from `kv_holding_waiting` to `waiting`, without blocks, to begin anew."""
+        """Move all but paused streams from `kv_holding_waiting` to `waiting`, without blocks, to begin anew."""
         scheduler = self._core.scheduler
         waits = {RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING, RequestStatus.PREEMPTED}
         for request in [request for request in scheduler.kv_holding_waiting if request.status in waits][::-1]:
@@ -394,12 +394,13 @@ class Core:
             scheduler.waiting.prepend_request(request)
 
     def _call_workers(self, call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the workers, and note calls that may load weights, free all but the weights, or add an adapter."""
-        level = (kwargs.get("kwargs") or {}).get("level")
-        if method == "discard" or (method == "sleep" and level == 1):  # the weights stay
+        """Call the workers, and note calls that may load weights, free the KV cache, or add an adapter."""
+        given = dict(zip(("timeout", "args", "kwargs"), args, strict=False)) | kwargs
+        first = next(iter((*given.get("args", ()), *(given.get("kwargs") or {}).values())), None)
+        if method == "discard" or (method == "sleep" and first == 1):  # the weights stay
             self._tell(self._half.paused, False)
-        if method == "add_lora":
-            self._tell(self._salts.adapters.content, kwargs["args"][0])
+        if method == "add_lora" and first is not None:
+            self._tell(self._salts.adapters.content, first)
         try:
             return call(method, *args, **kwargs)
         finally:
@@ -420,8 +421,7 @@ class Lookups:
         kinds = SlidingWindowManager, MambaManager
         self._coordinator, self._pool = manager.coordinator, manager.block_pool
         self._managers, self._marks, self._half = manager.coordinator.single_type_managers, marks, half
-        # With None vLLM keeps windows and states up to the answer's end, not only up to the prompt's.
-        self._interval, self._coordinator.retention_interval = self._coordinator.retention_interval, None
+        self._interval = self._coordinator.retention_interval
         self._thins = self._interval is not None and any(isinstance(each, kinds) for each in self._managers)
         self._asker: Asker | None = None
         wrap("vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled", manager, self._ask)
@@ -462,7 +462,7 @@ class Lookups:
             self._cached(request, manager.req_to_blocks.get(name, ()), first)
 
     def _enter(self, cache_blocks: Callable[..., None], request: Any, num_computed_tokens: int) -> None:
-        """Enter blocks into the prefix cache: before the prompt's end as vLLM would, behind it all blocks.
+        """Enter blocks in the prefix cache: vLLM's choice up to the prompt's end, and all blocks after it.
 
         Of windows and states, vLLM by default enters only those at the end of a prompt, or of a prefix that prompts
         share; with `--prefix-cache-retention-interval` more or all. The pool reuses the others' blocks at once. Unsaved
@@ -470,13 +470,14 @@ class Lookups:
         """
         coordinator = self._coordinator
         size = coordinator.scheduler_block_size
-        if self._thins and (end := (request.num_prompt_tokens - 1) // size * size):
-            coordinator.retention_interval = self._interval
+        end = (request.num_prompt_tokens - 1) // size * size
+        cache_blocks(request, min(num_computed_tokens, end) if self._thins else num_computed_tokens)
+        if self._thins and num_computed_tokens > end:
+            coordinator.retention_interval = None  # vLLM keeps windows and states up to the answer's end
             try:
-                cache_blocks(request, min(num_computed_tokens, end))
+                cache_blocks(request, num_computed_tokens)
             finally:
-                coordinator.retention_interval = None
-        cache_blocks(request, num_computed_tokens)
+                coordinator.retention_interval = self._interval
 
     def _cached(self, request: Any, blocks: "Sequence[KVCacheBlock]", first: int) -> None:
         """Mark newly cached `blocks`, from index `first` on. Uncache lossy copies of the exact blocks among these."""
@@ -515,8 +516,8 @@ class VllmPool:
 
     A saved block has a compressed copy in a tier. A block passed to `give_up` counts as saved, even without a copy.
 
-    block_tokens: number of tokens in a block, by group. event: None if events are off; else takes a cached block's
-    name and the pool's medium, and returns vLLM's event.
+    block_tokens: number of tokens in a block, by group. event: None if events are off; else makes vLLM's event
+    from a block's (group, hash) and the pool's medium.
     """
 
     def __init__(
@@ -534,7 +535,7 @@ class VllmPool:
         """By id, saved blocks in the order of the free queue. Some may have left the queue since."""
         self._finds: dict[int, WeakSet[Request]] = {}  # by block id, requests that expect the block; see `count_on`
         self._bereft: set[Request] = set()
-        self._last_empty: KVCacheBlock | None = None  # last of the blocks without a hash at the head; None if unknown
+        self._last_empty: KVCacheBlock | None = None  # last unhashed block at the free queue's head; None if unknown
         wrap("vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n", self._free, self._append)
 
     def _watch(self, block_ids: Iterable[int]) -> None:
@@ -621,7 +622,7 @@ class VllmPool:
         self._put_first(blocks)
 
     def _put_first(self, blocks: "Sequence[KVCacheBlock]") -> None:
-        """Move free blocks, in this order, ahead of all further saved blocks in the free queue."""
+        """Move free blocks, in this order, ahead of all other saved blocks in the free queue."""
         for block in blocks:
             self._free.remove(block)
             self._kept.pop(block.block_id, None)

@@ -64,7 +64,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         "tiers.kind is device, but codec.backend numpy keeps blocks in RAM: use kind host, or codec.backend auto": (
             on_device and backend == "numpy"
         ),
-        "prefix caching is off, as vLLM's CPU build may do for models with multi-head latent attention (MLA), such as "
+        "prefix caching is off: vLLM's CPU build may disable it for multi-head latent attention (MLA), as of "
         f"{model.model}; serve it on a GPU, or without Manthan": uncached_latents,
         f"{model.model} has no attention layers, but states only; {without}": model.is_attention_free,
         f"{model.model} is an encoder-decoder model; {without}": model.is_encoder_decoder,
@@ -72,14 +72,14 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             quantized_on_rocm
         ),
         hashes: bool(hashes),
-        "prefix caching is off; remove --no-enable-prefix-caching": not cache.enable_prefix_caching,
+        "prefix caching is off; use --enable-prefix-caching": not cache.enable_prefix_caching,
         f"--speculative-config has method {speculative and speculative.method}, whose draft's KV was never tried; "
         f"use {', '.join(DRAFTS)}, or ngram": has_strange_draft,
         f"tenants.header is {config.tenants.header}, but VLLM_USE_RUST_FRONTEND is set, and that front end hands "
         "no headers on; unset one of the two": no_headers,
         f"kv_role of {transfer.kv_connector} is {transfer.kv_role}, but Manthan saves and loads KV: use "
         "kv_both, and name the role of any further connector in its own entry": transfer.kv_role != "kv_both",
-        f"--kv-transfer-config has {', '.join(strange)}, which may not stand with Manthan's own entry": bool(strange),
+        f"--kv-transfer-config must not have {', '.join(strange)} next to Manthan's own entry": bool(strange),
         f"kv_load_failure_policy of {transfer.kv_connector} is {transfer.kv_load_failure_policy}: set it to "
         "recompute, so that a lost block costs time and not the request": (
             transfer.kv_load_failure_policy != "recompute"

@@ -1,8 +1,8 @@
-"""Metric of a model's keys and values from a server's own queries, without a gradient; see docs/calibration.md.
+"""Metric of a model's keys and values from a server's q vectors, without a gradient; see docs/calibration.md.
 
 The profile of a calibrated codec needs the metric, which says how much an error matters. With attention weights a,
 attention outputs o and a head's part W of the output projection, an error e of a value v reaches the residual stream as
-a W e. An error e of a key changes o by a (v - o) (q e), for a query q. Effects on queries add up like variances:
+a W e. An error e of a key changes o by a (v - o) (q e), for a query q. Squared effects are summed over queries:
 
     values: sum of a^2, times W^T W;   keys: diagonal of the sum of a^2 |W (v - o)|^2 q q^T, averaged in RoPE's pairs
 """
@@ -77,7 +77,7 @@ class TrafficBuilder(ProfileBuilder):
 
 
 def output_energies(folder: Path | None, layers: int, heads: int, head_dim: int) -> list[Floats]:
-    """Return W^T W of query heads, [heads, head_dim, head_dim], by layer; identities if a layer lacks a plain W."""
+    """Return W^T W of query heads, [heads, head_dim, head_dim], by layer; all identities if one lacks a plain W."""
     from safetensors import safe_open
 
     found: dict[int, Floats] = {}

@@ -29,6 +29,15 @@ def went_cold(again: int = 0, **hints: object) -> Talks:
     return talks
 
 
+def test_a_request_that_the_driver_does_not_know_waits_until_it_is_admitted() -> None:
+    """A recheck is one: stores would be given up for it while it runs."""
+    talks = Talks(blocks=50)
+    talks.driver.matched("recheck", 0, 8, 40, talks.now)
+    assert talks.driver._first_waiting == 40
+    talks.driver.admitted("recheck", 0, 8, 40)
+    assert talks.driver._first_waiting == 0
+
+
 @pytest.mark.parametrize("again", [0, 1])
 def test_blocks_that_are_computed_again_are_not_restored(again: int) -> None:
     talks = went_cold(again)

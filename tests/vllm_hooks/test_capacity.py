@@ -96,6 +96,13 @@ def test_more_than_the_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         set_gpu_memory_aside(Gpu(monkeypatch, {"kind": "device", "max_bytes": "200GiB"}))
 
 
+def test_a_tier_larger_than_the_budget_of_one_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = integrated(monkeypatch, {"kind": "device", "max_bytes": "20GiB"}, "cuda", "16GiB")
+    share_memory(machine)
+    with pytest.raises(ConfigError, match=r"^memory_bytes gives vLLM .*: raise memory_bytes, or lower tiers.max_bytes"):
+        set_gpu_memory_aside(machine)
+
+
 def test_a_pool_too_small_for_the_stagings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tier's size is named, because none is in GPU memory."""
     with pytest.raises(ConfigError, match=r"^--kv-cache-memory-bytes gives vLLM 1.0MiB .* --kv-cache-memory-bytes\.$"):

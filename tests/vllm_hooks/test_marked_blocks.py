@@ -1,6 +1,7 @@
 """Marks in vLLM's own block pool: of new blocks and copies, of blocks that take others' hashes, of parts of blocks."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.request import Request
 
 from manthan.manager.pool import Mark, Owner
@@ -163,3 +164,38 @@ def test_an_exact_part_takes_the_hash_from_a_lossy_one() -> None:
         part = asked.enter(len(PROMPT))[4]
     assert asked.pool.cached_block_hash_to_block.get_one_block(part.block_hash) is part
     assert asked.marks.serves(part.block_id, BOB)
+
+
+def states_after(chunks: Sequence[int], prompt: int, is_ours: bool) -> list[list[int]]:
+    """Return, after each chunk, the numbers of tokens whose recurrent state the prefix cache has."""
+    full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+    state = MambaSpec(
+        block_size=16,
+        shapes=((8, 8),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="align",
+        num_prefill_checkpoint_blocks=1,
+        prefill_checkpoint_alignment=16,
+    )
+    groups = [KVCacheGroupSpec(["attention"], full), KVCacheGroupSpec(["mamba"], state)]
+    config = KVCacheConfig(99, [], groups, prefix_cache_retention_interval=0)
+    manager = KVCacheManager(config, 1024, scheduler_block_size=16, hash_block_size=16)
+    if is_ours:
+        half = SimpleNamespace(found=None, computed=None, asker=None, ask=lambda *_, otherwise: otherwise)
+        Lookups(manager, VllmPool(manager.block_pool, {0: 16, 1: 16}).marks, half)  # type: ignore[arg-type]
+    hasher = get_request_block_hasher(16, sha256)
+    request = Request("a", list(range(prompt)), SamplingParams(max_tokens=1), None, block_hasher=hasher)
+    found = []
+    for tokens in chunks:
+        manager.new_step_starts()
+        assert manager.allocate_slots(request, tokens) is not None
+        request.num_computed_tokens += tokens
+        blocks = manager.coordinator.single_type_managers[1].req_to_blocks["a"]
+        found.append([block.block_hash_num_tokens for block in blocks if block.block_hash and not block.is_null])
+    return found
+
+
+def test_states_inside_a_prompt_are_those_that_vllm_keeps() -> None:
+    """Each chunk but the last leaves states behind that vLLM uses again at once."""
+    chunks = (128, 128, 128, 15)
+    assert states_after(chunks, 399, is_ours=True) == states_after(chunks, 399, is_ours=False)

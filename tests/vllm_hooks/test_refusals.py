@@ -79,8 +79,8 @@ def refusal(model: str, **options: Any) -> str:
         (MAMBA, "{} has no attention layers, but states only; serve it without Manthan."),
         (
             MLA,
-            "prefix caching is off, as vLLM's CPU build may do for models with multi-head latent attention (MLA), such "
-            "as {}; serve it on a GPU, or without Manthan.",
+            "prefix caching is off: vLLM's CPU build may disable it for multi-head latent attention (MLA), as of "
+            "{}; serve it on a GPU, or without Manthan.",
         ),
     ],
     ids=["states only", "latents on the CPU"],
@@ -102,7 +102,7 @@ def test_a_disk_beside_ranks_on_other_hosts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "manthan", "roles", "why"),
     [
-        ({"enable_prefix_caching": False}, {}, {}, "prefix caching is off; remove --no-enable-prefix-caching."),
+        ({"enable_prefix_caching": False}, {}, {}, "prefix caching is off; use --enable-prefix-caching."),
         ({}, {"tiers": "device"}, {}, "tiers.kind is device, but vLLM runs on the CPU: use host."),
         ({}, {"codec": {"backend": "cuda"}}, {}, "codec.backend is cuda, but vLLM runs on cpu: use auto or numpy."),
         (

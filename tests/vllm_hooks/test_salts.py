@@ -104,14 +104,15 @@ def test_files_that_changed_since_the_engine_began_are_nobody_elses(tmp_path: Pa
     assert adapters.content(asked(folder)) == unknown[0]
 
 
-def test_files_count_that_are_there_when_an_adapter_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [lambda asked: (None, (asked,)), lambda asked: (None, (), {"lora_request": asked})])
+def test_files_count_that_are_there_when_an_adapter_is_loaded(given: Any, tmp_path: Path) -> None:
     """Later the path may lead to others, also to files that are older than the engine."""
     one, two = (make_adapter(tmp_path / name, seed) for seed, name in enumerate("ab"))
     current, adapters = tmp_path / "current", Adapters()
     current.symlink_to(one)
     core = object.__new__(Core)
     core._salts, core._tell = SimpleNamespace(adapters=adapters), lambda call, *args: call(*args)
-    core._call_workers(lambda *args, **kwargs: [True], "add_lora", args=(asked(str(current)),))
+    core._call_workers(lambda *args, **kwargs: [True], "add_lora", *given(asked(str(current))))
     current.unlink()
     current.symlink_to(two)
     assert adapters.content(asked(str(current))) != Adapters().content(asked(two))

@@ -86,12 +86,12 @@ def several(*connectors: dict[str, Any], **roles: str) -> dict[str, Any]:
         (
             EXAMPLE | {"kv_connector": "DecodeBenchConnector"},
             (),
-            "--kv-transfer-config has DecodeBenchConnector, which may not",
+            "--kv-transfer-config must not have DecodeBenchConnector next to",
         ),
         (
             several(MANTHAN, MANTHAN),
             (),
-            "--kv-transfer-config has ManthanConnector, which may not stand with Manthan's own entry",
+            "--kv-transfer-config must not have ManthanConnector next to Manthan's own entry",
         ),
         (None, ("--kv-offloading-size", "1"), "--kv-offloading-size is 1, which replaces Manthan by vLLM's offloading"),
         (

@@ -165,8 +165,8 @@ class Model(torch.nn.Module):
         return {name for name, _ in weights}
 
 
-def digest_of(weights: dict[str, torch.Tensor]) -> str:
-    loaded, model = Loaded(), Model()
+def digest_of(weights: dict[str, torch.Tensor], engine: str = "an engine") -> str:
+    loaded, model = Loaded(engine), Model()
     loaded.watch(model, "model")
     model.load_weights(iter(weights.items()))
     assert loaded.loads == 1
@@ -203,14 +203,14 @@ def test_where_a_loader_bypasses_the_model_its_tensors_count() -> None:
     digests, model = set(), Model()
     for number in (1, 2, 2):
         model.kept.data[1] = number
-        loaded = Loaded()
+        loaded = Loaded("an engine")
         loaded.watch(model, "model")
         digests.add(loaded.digest())
     assert len(digests) == 2
 
 
 def test_what_is_loaded_later_is_only_counted() -> None:
-    loaded, model = Loaded(), Model()
+    loaded, model = Loaded("an engine"), Model()
     loaded.watch(model, "model")
     model.load_weights(iter({"a": torch.ones(3)}.items()))
     before = loaded.digest()
@@ -219,24 +219,26 @@ def test_what_is_loaded_later_is_only_counted() -> None:
 
 
 def test_weights_that_nobody_saw_are_those_of_no_other_engine() -> None:
-    assert Loaded().digest() != Loaded().digest()
-    assert (loaded := Loaded()).digest() == loaded.digest()
+    transfers = [SimpleNamespace(engine_id=name) for name in ("a", "a", "b")]
+    engines: Any = [SimpleNamespace(kv_transfer_config=each, instance_id="c") for each in transfers]
+    digests = [loaded_of(engine).digest() for engine in engines]
+    assert digests[0] == digests[1] != digests[2], "two ranks of an engine, and another engine"
 
 
 def test_weights_that_cannot_be_read_are_loaded_all_the_same() -> None:
     made_up: Any = {"a": torch.empty(3, device="meta")}
-    assert digest_of(made_up) != digest_of(made_up)
+    assert digest_of(made_up, "one") == digest_of(made_up, "one") != digest_of(made_up, "another")
 
 
 def test_a_draft_is_loaded_beside_the_model() -> None:
     """vLLM may have it loaded with a configuration whose model is the draft."""
 
     def load(first: float) -> str:
-        transfer = object()
+        transfer = SimpleNamespace(engine_id="a")
         models = {}
         for runner in ("generate", "draft"):
             config: Any = SimpleNamespace(runner_type=runner, model=runner)
-            engine: Any = SimpleNamespace(kv_transfer_config=transfer, model_config=config)
+            engine: Any = SimpleNamespace(kv_transfer_config=transfer, model_config=config, instance_id="c")
             watch_model(engine, config, models.setdefault(runner, Model()))
             number = first if runner == "generate" else 1.0
             models[runner].load_weights(iter({"a": torch.tensor([number])}.items()))

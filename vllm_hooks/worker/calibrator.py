@@ -22,10 +22,10 @@ from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus, behind, m
 
 logger = init_logger("vllm.manthan.worker")
 
-LEAST, MOST = 128, 1024  # least and most tokens taken from a step, only from the request with most tokens in it
+LEAST, MOST = 128, 1024  # least and most tokens taken from a step, all of the request with most of its tokens
 EVERY = 16  # least tokens of traffic for each token taken, so that calibration costs little
 WANTED = 9_600
-"""Least tokens that make a profile. Of 192,000 tokens of traffic, 12,000 are taken; four fifths are enough."""
+"""Least tokens that make a profile: four fifths of the 12,000 taken from 192,000 tokens of traffic."""
 Rows: TypeAlias = tuple[torch.Tensor, ...]
 """Some rows of a layer's queries, keys and values, [tokens, heads, head_dim] each."""
 
@@ -80,7 +80,7 @@ class Calibrator:
         return forward(module, *args, **more)
 
     def _try(self, call: Callable[..., None], *args: Any) -> None:
-        """End calibration if `call` raises. Blocks are then still encoded with the earlier codec."""
+        """End calibration if `call` raises. Blocks are then still encoded as they are now."""
         try:
             call(*args)
         except Exception as error:
@@ -88,11 +88,11 @@ class Calibrator:
             logger.warning("Manthan: no profile is made from traffic: %s: %s", type(error).__name__, error)
 
     def _take(self, layer: int, told: Any, *rows: torch.Tensor) -> None:
-        """Copy rows of the prompt with most tokens. After the last layer, begin the work on the thread.
+        """Copy rows of the request with most rows. After the last layer, begin the work on the thread.
 
         The prompt is found by kernels, so that the model's thread does not wait for the GPU. Nothing is copied if
         `max_query_len` is too low, or the GPU lacks memory for it. told: metadata of the attention backend. Raises
-        NotImplementedError for metadata without a prompt's rows, as FlashInfer's, and for queries in fp8.
+        NotImplementedError for metadata without `query_start_loc` (FlashInfer), and for fp8 queries.
         """
         if not hasattr(told, "query_start_loc") or rows[0].element_size() == 1:
             raise NotImplementedError(f"{type(told).__name__} with queries in {rows[0].dtype}")
@@ -121,8 +121,8 @@ class Calibrator:
     ) -> None:
         """Add rows of all layers to the profile. After enough tokens, offer the profile.
 
-        built: `_builder` when the rows were taken. place: number of tokens of the prompt until the end of the step, and
-        in the step. parts: by layer. copied: event after the copies.
+        built: `_builder` when the rows were taken. place: tokens of the prompt computed by the step's end, and in
+        the step. parts: by layer. copied: event after the copies.
         """
         if copied is not None:
             torch.cuda.set_device(self._device)

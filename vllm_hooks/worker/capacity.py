@@ -22,14 +22,14 @@ logger = init_logger("vllm.manthan")
 
 STAGING_BYTES = 32 << 20  # least size of a GPU's staging buffer for stores, and of one for prefetches
 COPIES_BYTES = 128 << 20
-"""Most bytes of a rank's blocks that the CPU has gathered and not encoded yet, unless one block is larger."""
+"""Limit on a rank's bytes of blocks gathered by the CPU and not encoded yet, unless one block is larger."""
 RESTORE_STAGING_BYTES = 128 << 20
 """Least size of a staging buffer for restores: large, because each filling costs time of the model's thread."""
 RESTORE_STAGINGS = 2  # number of staging buffers for restores: one is filled while the other is decoded
 PRIMARY_BYTES = 256 << 20
 """Least pinned RAM of a rank in front of a disk, Redis or another rank's tiers, if the codec runs on a GPU."""
 CPU_ENCODE_THREADS = 4
-"""Number of threads that encode on the CPU for a cache on a GPU, as on a GB10. With vLLM's CPU build, 1 encodes."""
+"""Number of threads that encode on the CPU if the KV cache is on a GPU. With vLLM's CPU build, one thread does."""
 STAGINGS_BYTES = 2 * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES
 
 
@@ -95,7 +95,7 @@ def _device_nbytes() -> int:
 
 
 def share_memory(vllm_config: "VllmConfig") -> None:
-    """Set vLLM's share of the machine's memory to the part of `memory_bytes` that Manthan does not take.
+    """Set vLLM's share of the machine's memory to `memory_bytes` less what Manthan takes in RAM.
 
     Do nothing if `memory_bytes` is 0. Raises ConfigError if CPU and GPU have separate memories, if the KV pool has a
     configured size, or if `memory_bytes` is too small or too large.
@@ -143,6 +143,7 @@ def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
     given = cache.kv_cache_memory_bytes or cache.gpu_memory_utilization * total
     if ours >= given:
         what = "--kv-cache-memory-bytes" if cache.kv_cache_memory_bytes else "--gpu-memory-utilization"
+        what = "memory_bytes" if from_vllm_config(vllm_config).memory_bytes else what
         lower = ", or lower tiers.max_bytes" if ours > STAGINGS_BYTES else ""
         raise ConfigError(
             f"{what} gives vLLM {human_bytes(int(given))} of each GPU's {human_bytes(total)}, and Manthan takes "

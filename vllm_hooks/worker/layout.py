@@ -96,7 +96,7 @@ def placed_layers(
 
 
 def rows_of(layers: Sequence[Layer], shape: BlockShape) -> list[Layer]:
-    """Add positions to the layers. In a row, each token has its latent's bytes, then those of RoPE's part.
+    """Add positions to the layers. A token's bytes in a row: its latent, then any scales and RoPE's part.
 
     No probe is needed, because the layout of a shape with `BlockShape.scales` is known byte for byte.
     """
@@ -109,7 +109,7 @@ def rows_of(layers: Sequence[Layer], shape: BlockShape) -> list[Layer]:
 def paged_layout(layers: Sequence[Layer], shape: BlockShape, opaque: Sequence[Layer] = ()) -> PagedLayout:
     """Return the layout of layers for GPU kernels. opaque: layers stored as bytes in the same compressed blocks.
 
-    Raises UnsupportedError unless layers, keys and values have the same regular strides.
+    Raises UnsupportedError unless strides are regular and alike (for MLA: by layer only).
     """
     first = layers[0]
     keys, values = _run(first.keys, shape.numbers), _run(first.values, shape.value_numbers)

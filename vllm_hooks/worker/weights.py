@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import secrets
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -30,8 +29,9 @@ class Loaded:
     cannot be read, no other engine has the same digest.
     """
 
-    def __init__(self) -> None:
-        self._unknown = secrets.token_hex(16)
+    def __init__(self, unknown: str) -> None:
+        """unknown: digest of a weight that cannot be read. All ranks of an engine have the same, no others do."""
+        self._unknown = unknown
         self.loads = 0  # number of calls of `load_weights`, the first included
         self._digests: dict[str, str] = {}
         self._digest = ""
@@ -84,12 +84,14 @@ def watch_model(vllm_config: VllmConfig, model_config: ModelConfig, model: torch
     """Watch the loads of an engine's model. Call before the first load."""
     is_main = model_config.runner_type != "draft"
     if is_main:
-        _loaded[id(vllm_config.kv_transfer_config)] = Loaded()
+        _loaded.pop(id(vllm_config.kv_transfer_config), None)
     loaded_of(vllm_config).watch(model, "model" if is_main else f"draft {model_config.model}")
 
 
 def loaded_of(vllm_config: VllmConfig) -> Loaded:
-    return _loaded.setdefault(id(vllm_config.kv_transfer_config), Loaded())
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    return _loaded.setdefault(id(transfer), Loaded(f"{transfer.engine_id} {vllm_config.instance_id}"))
 
 
 def loaded_digest(worker: Any) -> str:
