@@ -74,12 +74,13 @@ class Restored(Event, frozen=True, tag=True, array_like=True):
 
 
 class Lost(Event, frozen=True, tag=True, array_like=True):
-    """A session lost compressed blocks."""
+    """A session lost compressed blocks. left: number of blocks that it keeps."""
 
     session_id: str
     blocks: int
     nbytes: int
     cause: DropCause
+    left: int
 
 
 class Pinned(Event, frozen=True, tag=True, array_like=True):

@@ -48,6 +48,11 @@ class Guard:
         self._used = 0 if is_approved else self._finest
         self._use(self._used)
 
+    @property
+    def is_exact(self) -> bool:
+        """True if blocks are stored exact, because no lossy codec suits the model."""
+        return self._used > self._finest
+
     def answered(self, verdicts: Sequence[Verdict]) -> None:
         """Take verdicts. Given one of each rank, use the coarsest codec that suits all; if one failed, `_unjudge`."""
         lossy = self._finest + 1  # verdicts from before an `offer` lack the offered codec

@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
+from manthan.codec.cpu.exact import EXACT
 from manthan.codec.registry import finer_codecs, needs_profile
 from manthan.manager.config.profiles import CALIBRATED
 from manthan.manager.config.resolve import choose_policy
@@ -302,6 +303,8 @@ class SchedulerHalf:
     @property
     def used_codec(self) -> str:
         """Name of the codec in which the main group's new blocks are stored."""
+        if self.guard is not None and self.guard.is_exact:
+            return EXACT
         shape = self.manager.shape
         return shape.groups[shape.main].codec or self.config.codec.name
 

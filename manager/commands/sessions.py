@@ -64,6 +64,8 @@ def list_(
         typer.echo(f"The cold store, {store['kind']}, does not answer: returns are computed again.")
     if waits := measuring(store):
         typer.echo(f"Codec: {waits}.")
+    elif store["verdict"] in ("slow", "unfaithful"):
+        typer.echo(f"Codec: {store['codec']}, because the configured one is {store['verdict']} on this model.")
 
 
 @app.command()

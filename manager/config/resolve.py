@@ -100,6 +100,9 @@ def resolve_config(
             if key in above and (old := above[key].old or one.old):
                 raise ConfigError(f"{one.source}: {old} is {key} now, and both are set: leave out {old}")
             above[key] = one
+        if unknown := [key for key in above if not _is_known(key)]:
+            said = "; ".join(f"unknown key '{key}'{nearest(key, (*FIELDS, *GROUPS))}" for key in unknown)
+            raise ConfigError(f"{above[unknown[0]].source}: {said}")
         name = above.get("policy.name")
         if name and name.value != given.get("policy.name", name).value:  # another policy has other options
             given = {key: one for key, one in given.items() if not key.startswith("policy.")}
@@ -162,9 +165,7 @@ def _leaves(key: str, value: object, source: str) -> Iterator[tuple[str, _Given]
     elif new != key:
         _warn_once(f"Manthan: {source}: {key} is {new} now")
         yield from ((leaf, one._replace(old=key)) for leaf, one in _leaves(new, value, source))
-    elif not _is_known(key):
-        raise ConfigError(f"{source}: unknown key '{key}'{nearest(key, (*FIELDS, *GROUPS))}")
-    elif group is None:
+    elif group is None:  # a field's key, or an unknown one
         yield key, _Given(value, source)
     elif group.shorthand is None:
         keys = " and ".join(group.model_fields)

@@ -1137,7 +1137,7 @@ class SessionManager:
             resident = gone[: first_false(self._pool_marks(gone) != Mark.DECODED)]
             gone = gone[len(resident) :]
             end = int(blocks.depth[gone[0]]) if len(gone) else end
-            self._tell_lost(victim, resident, DropCause.REDUNDANT)
+            self._tell_lost(victim, resident, DropCause.REDUNDANT, len(rows))
             self.drop(resident, DropCause.REDUNDANT)
             self._save_later(victim)
         if end == 0 or not blocks.status[rows[:end]].any() or (end == kept and not own[:end].any()):
@@ -1212,7 +1212,7 @@ class SessionManager:
         if not len(cut) and length:
             return
         is_saved = blocks.is_saved(cut)
-        self._tell_lost(session, cut[is_saved], cause)
+        self._tell_lost(session, cut[is_saved], cause, length)
         if rest and cause is DropCause.BUDGET and not is_saved.all():
             self.events(events.GivenUp(session.session_id, int((~is_saved).sum())))
         heirs = [one for one in self.table.relatives(session) if common_prefix(one.rows, session.rows) > length]
@@ -1242,9 +1242,9 @@ class SessionManager:
             self.cut(session, length, DropCause.ABANDONED)
         return len(session.rows)
 
-    def _tell_lost(self, session: Session, rows: Rows, cause: DropCause) -> None:
+    def _tell_lost(self, session: Session, rows: Rows, cause: DropCause, left: int) -> None:
         if len(rows) and self.shape.stores_main:
-            self.events(events.Lost(session.session_id, len(rows), self.blocks.nbytes_of(rows), cause))
+            self.events(events.Lost(session.session_id, len(rows), self.blocks.nbytes_of(rows), cause, left))
 
     def drop(self, rows: Rows, cause: DropCause) -> None:
         """Drop the compressed blocks of rows, all saved and not pinned."""

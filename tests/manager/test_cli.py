@@ -84,7 +84,7 @@ def test_a_tenants_slash_is_no_border_between_tenant_and_session() -> None:
 @pytest.mark.parametrize(("kind", "total", "is_told"), [("redis", 0, True), ("redis", 1, False), ("host", 0, False)])
 def test_an_empty_list_says_that_redis_may_have_sessions(kind: str, total: int, is_told: bool) -> None:
     """The server is none of vLLM's: the answers are these."""
-    store = {"kind": kind, "up": True, "codec": "wht-5x", "verdict": "none", "measuring": None, "tiers": []}
+    store = {"kind": kind, "up": True, "codec": "exact", "verdict": "slow", "measuring": None, "tiers": []}
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -99,3 +99,4 @@ def test_an_empty_list_says_that_redis_may_have_sessions(kind: str, total: int, 
         server.shutdown()
     assert result.exit_code == 0, result.output
     assert ("listed from their first request" in result.output) == is_told
+    assert "Codec: exact, because the configured one is slow on this model." in result.output

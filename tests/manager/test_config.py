@@ -46,6 +46,13 @@ def test_all_keys_with_mistakes_are_named(write: WriteYaml) -> None:
     assert sentence.endswith(", not 'soon' (wrong too: idle.min_tokens, tiers.max_bytes)")
 
 
+def test_all_unknown_keys_are_named(write: WriteYaml) -> None:
+    assert refusal(write("{polcy: lru, idel: {after_s: 2}, tiers: {maxbytes: 3}}")) == (
+        "x.yaml: unknown key 'polcy' (did you mean 'policy'?); unknown key 'idel' (did you mean 'idle'?); "
+        "unknown key 'tiers.maxbytes' (did you mean 'tiers.max_bytes'?)"
+    )
+
+
 def test_there_are_few_keys() -> None:
     assert len(FIELDS) <= 29
 

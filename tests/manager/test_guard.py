@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from manthan.codec.fidelity import LOGIT_NOISE, Fidelity
 from manthan.manager.events import Event, Judged, Unjudged, Verdict
 from manthan.manager.guard import MOST_DIVERGENCE, RECHECKS, Choice, Guard
 from manthan.manager.session.blocks import MemoryShape
+from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
 FINER = MemoryShape({0: replace(GROUP, bounds={0: 140, 4: 180, 16: 500}, codec="finer")})
 WHOLE = MemoryShape({0: replace(GROUP, bounds=dict.fromkeys((0, 4, 16), 500))})
@@ -168,6 +171,10 @@ def test_nor_is_the_configured_one(first_s: float, second_s: float, codec: str) 
     world.used(Verdict(0, measured, 1.0))
     assert world.codecs == [codec]
     assert world.slow == [codec != "coarse"]
+    config = SimpleNamespace(codec=SimpleNamespace(name="configured"))
+    half: Any = SimpleNamespace(guard=world.guard, manager=world.manager, config=config)
+    used = SchedulerHalf.used_codec.fget(half)  # type: ignore[attr-defined]
+    assert used == {"coarse": "configured"}.get(codec, codec)
 
 
 def test_a_codec_that_is_offered_is_used_when_it_is_faithful_and_no_sooner() -> None:

@@ -33,8 +33,8 @@ def test_a_life_is_told_in_order_with_numbers_and_words(talks: Looked) -> None:
     tell = talks.manager.events
     tell(Restored("a", 3, 2, 0, 250, 0.125, ["missing"], "r"))
     tell(Restored("a", 3, 3, 0, 300, 0.5, [], None))
-    tell(Lost("a", 1, 100, DropCause.BUDGET))
-    tell(Lost("a", 2, 200, DropCause.FAILED))
+    tell(Lost("a", 1, 100, DropCause.BUDGET, 2))
+    tell(Lost("a", 2, 200, DropCause.FAILED, 0))
     tell(Evicted("a", 3, 0, 48, 900, 1, 100, 300, 0, 0.1, 0.5, True))
     tell(Pinned("a", True))
     tell(Pinned("a", False))

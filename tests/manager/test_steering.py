@@ -130,4 +130,4 @@ def test_turns_and_releases_are_told(talks: Talks) -> None:
     assert talks.told(Turn)[1:] == [Turn("a", tokens=65, blocks=4, seconds=1.5, found=48, lossy=0)]
     talks.rest()
     steer(talks, "release")
-    assert talks.told(Lost) == [Lost("a", 4, 400, DropCause.RELEASED)]
+    assert talks.told(Lost) == [Lost("a", 4, 400, DropCause.RELEASED, 0)]

@@ -184,6 +184,21 @@ def test_the_slowest_rank_s_progress_is_logged_each_quarter_until_the_verdict() 
     assert telemetry.measured_blocks == 0
 
 
+def test_a_session_that_is_dropped_whole_and_a_slow_redis_are_logged() -> None:
+    talks = Talks(capacity=2)
+    Telemetry(talks.manager)
+    with said(logging.INFO) as lines:
+        for name in ("a b", "c", "d e"):  # the end of "a b" makes room for "c"
+            talks.go_cold(name)
+        for _ in range(3):
+            talks.manager.events(LookedUp("x", "unanswered"))
+    assert [line for line in lines if "went cold" not in line] == [
+        "Manthan: session a b is dropped for want of room in the cold store",
+        "Manthan: session c is dropped for want of room in the cold store",
+        "Manthan: lookups that Redis did not answer within 5 ms, whose prompts are computed: 1",
+    ]
+
+
 def test_what_is_not_saved_yet_is_hot() -> None:
     talks = Talks()
     telemetry = Telemetry(talks.manager)

@@ -10,6 +10,7 @@ from manthan.manager.events import FIRST_BLOCKS, Event, Evicted, Judged, Restore
 from manthan.manager.histories import Histories
 from manthan.manager.session.hints import Hints
 from manthan.manager.session.manager import Outcome, SessionManager
+from manthan.manager.session.persist import WAIT_S
 from manthan.manager.sparing import Sparing
 from manthan.vllm_hooks.telemetry.log import logger, printable, tell_eviction, tell_restore, tell_verdict
 from manthan.vllm_hooks.telemetry.metrics import ManthanStats
@@ -120,6 +121,8 @@ class Telemetry:
                     self.traces.evicted(event)
             case Restored():
                 self._restored(event)
+            case events.Lost(session_id, left=0, cause=events.DropCause.BUDGET):
+                logger.info(f"Manthan: session {printable(session_id)} is dropped for want of room in the cold store")
             case events.EncodingBegins(marks):
                 self._counters["encodings"].update(mark.name.lower() for mark in marks)
             case events.Loading(levels):
@@ -150,6 +153,9 @@ class Telemetry:
                 self.count("lookups", label=outcome)
                 if outcome == "found":
                     self.changed.add(session_id)
+                if outcome == "unanswered" and (count := self._failures.due(outcome)):
+                    said = "Manthan: lookups that Redis did not answer within %g ms, whose prompts are computed: %d"
+                    logger.warning(said, 1e3 * WAIT_S, count)
             case events.StoreIsUp(is_up):
                 self.store_is_up = is_up
             case Judged() | events.Unjudged():

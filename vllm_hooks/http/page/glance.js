@@ -44,8 +44,9 @@ export class Glance {
     const lossy = cached ? `. Of the tokens from the cache ${share(totals.lossy_tokens, cached)} were lossy, the others exact` : "";
     const waits = store.measuring;
     const guard = waits ? `${waits.codec} measured on ${waits.blocks} of ${waits.of} blocks; ${store.codec} until then`
+      : ["slow", "unfaithful"].includes(store.verdict) ? `guard: the configured codec is ${store.verdict} on this model`
       : `guard: ${store.verdict.replace("none", "off, or no verdict yet")}`;
-    tile("quality", store.codec, `${guard}${lossy}`, store.verdict === "unfaithful" ? "bad" : "");
+    tile("quality", store.codec, `${guard}${lossy}`, ["slow", "unfaithful"].includes(store.verdict) ? "bad" : "");
     this.chart("Pool", ["not saved", "others"]).add(now.now, [pool.session_bytes, used - pool.session_bytes], pool.bytes);
     for (const tier of store.tiers) {
       this.chart(`Cold store: ${tier.name}`, ["used"]).add(now.now, [tier.used_bytes], tier.budget_bytes);
