@@ -258,7 +258,7 @@ class BlockFormat:
         return block_nbytes(self.header(b"", 0, whole), self.max_sizes(whole))
 
     def exact_of(self, header: BlockHeader) -> int:
-        """Return the number of exact first tokens of a block with any of the model's heads.
+        """Return the number of exact first tokens of a block, whichever heads it has.
 
         Raises: WireError if the block has a different format.
         """
@@ -331,7 +331,7 @@ class BlockFormat:
         return self.joined([self.decode_shard(buf, key=key)])
 
     def decode_shard(self, buf: Buffer, *, key: bytes) -> DecodedShard:
-        """Decode a block with any of the model's heads. See `decode`."""
+        """Decode a block, whichever heads it has. See `decode`."""
         block = parse(buf, key=key, fingerprint=self.fingerprint, group=self.group)
         behind = block.ignored + sum(body.size for body in block.refinements)
         if behind and not any(codec.levels > 1 for codec in self._codecs.values()):

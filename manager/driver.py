@@ -43,7 +43,7 @@ If this number, plus that of blocks being stored, is below the low watermark, bl
 BURSTS = 1.5, 2.5  # both watermarks as multiples of the burst: the most blocks that requests took in a recent step
 BURST_DECAY = 127 / 128  # factor on the burst in a step in which requests take some blocks, but fewer than the burst
 RUNNING_S = 0.1  # seconds until the next look for blocks to save, after a look found none
-LED = 256  # cold sessions' saved blocks put at the free queue's head at a time, or as many as left it since if more
+LED = 256  # saved blocks moved to the free queue's head at a time; more if more were taken from it since
 WINDOW_SHARE = 16  # stores of free blocks begin only while stores reference fewer than 1 / WINDOW_SHARE of the pool
 
 
@@ -170,7 +170,7 @@ class Driver:
             brought: number of blocks that another KV connector loads behind the resident blocks.
         """
         request = self._requests.get(request_id)
-        self._waiting.pop(request_id, None)
+        has_waited = self._waiting.pop(request_id, None) is not None
         new = taken - (0 if request is None else request.taken)
         self.runway.taken(new)
         self._overwritten += new - resident
@@ -178,8 +178,10 @@ class Driver:
         if request is None:
             return
         request.taken, rows = taken, request.rows
-        if request.found is None:
+        is_new = request.found is None
+        if has_waited:  # for the first time, or again after a preemption
             request.found = resident + brought
+        if is_new:
             blocks, missed = self.manager.blocks, rows[resident + brought : usable]
             missed = missed[blocks.status[missed] == 0]
             if len(missed) and (lost := int((blocks.users[missed] > 0).sum())):
@@ -595,7 +597,7 @@ class Driver:
 
     @property
     def next_deadline(self) -> float:
-        """Time of the next step that has something to do even if nothing is called before; infinity for none."""
+        """Time at which a step will have work even without further calls of the driver; infinity if never."""
         said, prefetcher = self.manager.said, self.prefetcher
         of_sessions = self.manager.due.least, said.ttls.least, said.pins.least, prefetcher.expected.least
         return min(*of_sessions, prefetcher.look_at, self._look_at)

@@ -69,11 +69,11 @@ WRAPPED = {
     "vllm.v1.executor.abstract.Executor.collective_rpc": "Connectors are told of no load of weights and no sleep.",
     "vllm.model_executor.model_loader.utils.initialize_model": "No connector is told of a model before its load.",
     "vllm.model_executor.models.llama.LlamaForCausalLM.load_weights": "In each model, to take a weight digest.",
-    "vllm.v1.attention.backend.AttentionImpl.forward": "A codec profile from traffic needs queries.",
+    "vllm.v1.attention.backend.AttentionImpl.forward": "Codec calibration on traffic needs queries.",
     "vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled": "`get_cached_block` gets no request.",
     "vllm.v1.core.block_pool.BlockPool.get_cached_block": "Lossy blocks are served to the same owner only.",
     "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n": "Saved blocks are overwritten before others.",
-    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": "New blocks get marks; answers are cached.",
+    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": "Blocks get marks. Output KV is cached.",
 }
 """Functions of vLLM that Manthan replaces, and the reason for each. Tests check the signatures of vLLM's functions."""
 # Every process of vLLM imports this module. Modules that only some processes need are imported inside functions.
@@ -388,7 +388,7 @@ class Core:
             scheduler.finished_recving_kv_req_ids.discard(request.request_id)
             scheduler.failed_recving_kv_req_ids.discard(request.request_id)
             scheduler.deferred_waiting.discard(request)
-            scheduler._inflight_prefills.discard(request)  # else its blocks stay reserved against itself
+            scheduler._inflight_prefills.discard(request)  # else its old reservation blocks its new load
             request.num_computed_tokens = 0
             request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
             scheduler.waiting.prepend_request(request)
@@ -462,7 +462,7 @@ class Lookups:
             self._cached(request, manager.req_to_blocks.get(name, ()), first)
 
     def _enter(self, cache_blocks: Callable[..., None], request: Any, num_computed_tokens: int) -> None:
-        """Enter blocks in the prefix cache: vLLM's choice up to the prompt's end, and all blocks after it.
+        """Enter blocks in the prefix cache: vLLM's choice in the prompt, then all that can serve a hit.
 
         Of windows and states, vLLM by default enters only those at the end of a prompt, or of a prefix that prompts
         share; with `--prefix-cache-retention-interval` more or all. The pool reuses the others' blocks at once. Unsaved

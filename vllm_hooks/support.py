@@ -24,8 +24,8 @@ DecodeBenchConnector fills the cache with made-up KV, and HiSparseConnector keep
 PLAIN = ("auto", "bfloat16", "float16", "float32")  # values of `cache_dtype` that name no quantized dtype
 E4M3 = "fp8_e4m3"
 FP8 = {"fp8": Dtype.FLOAT8_E4M3, E4M3: Dtype.FLOAT8_E4M3, "fp8_e5m2": Dtype.FLOAT8_E5M2}
-"""Dtypes of one byte, by --kv-cache-dtype. Codecs ignore a layer's scale, because the scale never changes while the
-engine runs."""
+"""Dtypes of one byte, by --kv-cache-dtype. Codecs ignore a layer's scale, because the scale changes only when the
+weights do."""
 DS_MLA = "fp8_ds_mla"  # --kv-cache-dtype of latents (MLA) in fp8, for which the cache has scales of each token
 
 
@@ -64,8 +64,8 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         "tiers.kind is device, but codec.backend numpy keeps blocks in RAM: use kind host, or codec.backend auto": (
             on_device and backend == "numpy"
         ),
-        "prefix caching is off: vLLM's CPU build may disable it for multi-head latent attention (MLA), as of "
-        f"{model.model}; serve it on a GPU, or without Manthan": uncached_latents,
+        "prefix caching is off: vLLM's CPU build may disable it for models with latents (MLA), such as "
+        f"{model.model}; serve the model on a GPU, or without Manthan": uncached_latents,
         f"{model.model} has no attention layers, but states only; {without}": model.is_attention_free,
         f"{model.model} is an encoder-decoder model; {without}": model.is_encoder_decoder,
         f"--kv-cache-dtype {cache.cache_dtype} is untried on ROCm, whose fp8 may be of another kind; use bfloat16": (

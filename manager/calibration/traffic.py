@@ -64,7 +64,7 @@ class TrafficBuilder(ProfileBuilder):
             self.weigh_tokens(self._weights)
 
     def made(self) -> Profile:
-        """Return the profile. Raises ProfileError for too few tokens."""
+        """Return the profile. Raises ProfileError; see `finish`."""
         layers, heads, dim = self._energy.shape
         for layer, length in enumerate([FIRST, *np.geomspace(1, GROWTH, layers - 1)]):
             if self._info.rope is not None:

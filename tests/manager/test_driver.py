@@ -141,6 +141,18 @@ def test_what_was_found_of_a_prompt_is_what_was_resident_and_what_was_restored()
     check_integrity(talks.manager)
 
 
+def test_what_was_found_before_a_preemption_does_not_count_twice() -> None:
+    talks = went_cold()
+    request = talks.start(MORE, "A")
+    one = talks.running[request]
+    assert talks.driver.found(request) == 6 * talks.manager.shape.block_tokens
+    talks.pool.free(one.block_ids[::-1])
+    one.block_ids = []
+    talks.overwrite()
+    assert talks.serve(request)
+    assert talks.driver.found(request) == 6 * talks.manager.shape.block_tokens
+
+
 def test_a_long_session_goes_cold_by_some_blocks_a_step() -> None:
     """Its tail is overwritten first, however many steps that takes, and also when it goes cold again as it is."""
     blocks = 2 * A_STEP + 10

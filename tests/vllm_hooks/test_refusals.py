@@ -79,8 +79,8 @@ def refusal(model: str, **options: Any) -> str:
         (MAMBA, "{} has no attention layers, but states only; serve it without Manthan."),
         (
             MLA,
-            "prefix caching is off: vLLM's CPU build may disable it for multi-head latent attention (MLA), as of "
-            "{}; serve it on a GPU, or without Manthan.",
+            "prefix caching is off: vLLM's CPU build may disable it for models with latents (MLA), such as "
+            "{}; serve the model on a GPU, or without Manthan.",
         ),
     ],
     ids=["states only", "latents on the CPU"],

@@ -22,7 +22,7 @@ from manthan.vllm_hooks.worker.engine import JobThreads, allowed_cpus, behind, m
 
 logger = init_logger("vllm.manthan.worker")
 
-LEAST, MOST = 128, 1024  # least and most tokens taken from a step, all of the request with most of its tokens
+LEAST, MOST = 128, 1024  # least and most tokens taken from a step, only from its request with most tokens
 EVERY = 16  # least tokens of traffic for each token taken, so that calibration costs little
 WANTED = 9_600
 """Least tokens that make a profile: four fifths of the 12,000 taken from 192,000 tokens of traffic."""
@@ -121,7 +121,7 @@ class Calibrator:
     ) -> None:
         """Add rows of all layers to the profile. After enough tokens, offer the profile.
 
-        built: `_builder` when the rows were taken. place: tokens of the prompt computed by the step's end, and in
+        built: `_builder` when the rows were taken. place: counts of the prompt's tokens: all by the step's end; in
         the step. parts: by layer. copied: event after the copies.
         """
         if copied is not None:

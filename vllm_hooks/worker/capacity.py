@@ -22,7 +22,7 @@ logger = init_logger("vllm.manthan")
 
 STAGING_BYTES = 32 << 20  # least size of a GPU's staging buffer for stores, and of one for prefetches
 COPIES_BYTES = 128 << 20
-"""Limit on a rank's bytes of blocks gathered by the CPU and not encoded yet, unless one block is larger."""
+"""Limit on a rank's bytes of blocks copied to be encoded on the CPU, unless one block is larger."""
 RESTORE_STAGING_BYTES = 128 << 20
 """Least size of a staging buffer for restores: large, because each filling costs time of the model's thread."""
 RESTORE_STAGINGS = 2  # number of staging buffers for restores: one is filled while the other is decoded
@@ -62,7 +62,7 @@ def usable_nbytes(vllm_config: "VllmConfig", store: TiersConfig, ranks: int, sha
     if store.places[-1] == "disk":
         return disk.usable(store.max_bytes // ranks) * ranks
     sizes = {nbytes // ranks for nbytes in shape.sizes}
-    if not is_on_gpu(vllm_config) or store.is_lasting:  # only a GPU's tiers need large free extents
+    if not is_on_gpu(vllm_config) or store.is_lasting:  # only a codec on a GPU needs large extents
         sizes = {max(sizes)}
     return TierBytes.of_a_rank(store, ranks).usable(sizes) * ranks
 

@@ -109,7 +109,7 @@ def rows_of(layers: Sequence[Layer], shape: BlockShape) -> list[Layer]:
 def paged_layout(layers: Sequence[Layer], shape: BlockShape, opaque: Sequence[Layer] = ()) -> PagedLayout:
     """Return the layout of layers for GPU kernels. opaque: layers stored as bytes in the same compressed blocks.
 
-    Raises UnsupportedError unless strides are regular and alike (for MLA: by layer only).
+    Raises UnsupportedError unless layers, and K and V but for MLA, share regular strides.
     """
     first = layers[0]
     keys, values = _run(first.keys, shape.numbers), _run(first.values, shape.value_numbers)
@@ -121,8 +121,8 @@ def paged_layout(layers: Sequence[Layer], shape: BlockShape, opaque: Sequence[La
     )
     if keys is None or values is None or not alike or not (shape.latent or keys[1:] == values[1:]):
         raise UnsupportedError(
-            "Manthan cannot be used here: the attention backend splits vectors, or its strides differ by layer, key or "
-            "value; choose another with --attention-backend, such as FLASH_ATTN."
+            "Manthan cannot be used here: the attention backend splits vectors, or its strides differ between layers "
+            "or K and V; choose another with --attention-backend."
         )
 
     def laid_out(numbers: tuple[int, int, int, int], run: tuple[int, int, int], value_at: int | None) -> PagedLayout:

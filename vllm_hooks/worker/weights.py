@@ -30,7 +30,7 @@ class Loaded:
     """
 
     def __init__(self, unknown: str) -> None:
-        """unknown: digest of a weight that cannot be read. All ranks of an engine have the same, no others do."""
+        """unknown: digest of an unreadable weight: the same on all ranks of an engine on a host, and no others."""
         self._unknown = unknown
         self.loads = 0  # number of calls of `load_weights`, the first included
         self._digests: dict[str, str] = {}
