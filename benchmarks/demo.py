@@ -28,10 +28,11 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from manthan.benchmarks.arms import leave_on_signals, make_console, tell_codec
-from manthan.benchmarks.server import CHAT_TEMPLATE, Reply, ServerError, VllmServer
+from manthan.benchmarks.server import CHAT_TEMPLATE, Reply, ServerError, VllmServer, codec_used
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests" / "data" / "tiny-llama"
+SERVE = f"vllm serve {MODEL.relative_to(ROOT)}"
 CONFIG = ROOT / "configs" / "demo.yaml"
 LOGS = ROOT / "build" / "demo"
 IDLE_AFTER_S = yaml.safe_load(CONFIG.read_text())["idle"]["after_s"]
@@ -166,8 +167,9 @@ def run_with_manthan(chats: list[Chat]) -> tuple[list[Return], Memory]:
     log = LOGS / "manthan.log"
     with VllmServer(os.path.relpath(MODEL), [*SERVER_FLAGS, *MANTHAN_FLAGS], log) as server:
         watch = Watch(server)
-        start(server, "vllm serve tiny-llama --manthan-policy lru --manthan-config configs/demo.yaml")
-        with doing(f"First turn of {len(chats)} chats on a pool for two; each goes cold before the next one comes:"):
+        start(server, f"{SERVE} --manthan-policy lru --manthan-config configs/demo.yaml")
+        first = f"First turn of {len(chats)} chats on a pool for two. Each goes cold before the next one comes: after "
+        with doing(f"{first}{IDLE_AFTER_S} s, or sooner if the pool is short of free blocks (memory is short):"):
             watch.look()
             right = 0
             for chat in chats:
@@ -181,6 +183,8 @@ def run_with_manthan(chats: list[Chat]) -> tuple[list[Return], Memory]:
         with doing("Each chat comes back with another lookup:"):
             returns = [come_back(server, watch, chat) for chat in chats]
     tell_codec(log, console)
+    if "is used until" in codec_used(log):
+        console.print("    The guard measures 64 blocks, at most 4 of one step: it needs about 16 prompts.")
     return returns, memory
 
 
@@ -210,7 +214,7 @@ def measure(server: VllmServer, chats: list[Chat]) -> Memory:
 def run_plain(chats: list[Chat]) -> list[Return]:
     """Send the same prompts in the same order to a server without Manthan. Return the second turns' results."""
     with VllmServer(os.path.relpath(MODEL), SERVER_FLAGS, LOGS / "plain.log") as server:
-        start(server, "The same server without Manthan, for comparison: vllm serve tiny-llama")
+        start(server, f"The same server without Manthan, for comparison: {SERVE}")
         with doing("The same first turns, the same returns:"):
             for chat in chats:
                 server.chat(chat.messages[:2], **ANSWER)
@@ -306,7 +310,8 @@ def main() -> int:
         soft_wrap=True,
     )
     if load > (os.cpu_count() or 1):
-        console.print(f"The machine was busy before (load {load:.1f}): times say little at all.", soft_wrap=True)
+        busy = f"The machine was busy before (load {load:.1f}), perhaps only with the set-up: times say little at all."
+        console.print(busy, soft_wrap=True)
     passed, line = verdict(with_manthan, plain, memory)
     console.print(f"[bold {'green' if passed else 'red'}]{line}[/]", soft_wrap=True)
     return 0 if passed else 1
