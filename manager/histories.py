@@ -87,7 +87,8 @@ class Histories:
             case Evicted(_, blocks, tokens=tokens, cold_nbytes=nbytes, took_s=seconds):
                 why = "Memory was short. " if event.is_pressed else ""
                 before = ", the others before" if event.stored < blocks else ""
-                encoded = f"{event.stored} of {blocks} blocks encoded in {seconds:.3g} s{before}"
+                took = f"in {seconds:.3g} s" if seconds >= 5e-4 else "ahead"
+                encoded = f"{event.stored} of {blocks} blocks encoded {took}{before}"
                 encoded = encoded if event.stored else "no block was left to encode"
                 size = f"{tokens} tokens, {human_bytes(nbytes)} compressed"
                 text = f"{why}Went cold after {event.idle_s:.3g} s idle: {size} ({encoded})."

@@ -51,7 +51,7 @@ def test_a_life_is_told_in_order_with_numbers_and_words(talks: Looked) -> None:
     assert {event.kind for event in life} == set(EventKind)
     assert [event.text for event in life] == [
         "A request ended after 0 s with 49 tokens; 0 of the prompt were in the cache.",
-        "Went cold after 10 s idle: 48 tokens, 300B compressed (3 of 3 blocks encoded in 0 s).",
+        "Went cold after 10 s idle: 48 tokens, 300B compressed (3 of 3 blocks encoded ahead).",
         "Came back in 0.125 s: 32 tokens out of 250B (missing).",
         "Came back before a request, in 0.5 s: 48 tokens out of 300B.",
         "Was cut for want of room: its last 16 tokens, 100B compressed, are dropped.",
@@ -95,6 +95,12 @@ def test_nobody_is_told_of_a_session_that_had_the_same_name_before(talks: Looked
     talks.finish(request, "x one two")
     assert [event.at for event in talks.life("a")] == [3.0]
     assert talks.histories._count == 1
+
+
+def test_blocks_that_were_encoded_as_they_came_were_encoded_ahead(talks: Looked) -> None:
+    talks.talk("a one two", "a")
+    talks.manager.events(Evicted("a", 3, 0, 48, 900, 3, 300, 300, 0, 1.2, 0.0, False))
+    assert talks.life("a")[-1].text.endswith("(3 of 3 blocks encoded ahead).")
 
 
 def test_a_session_that_was_saved_before_it_was_idle_has_nothing_left_to_encode(talks: Looked) -> None:
