@@ -73,7 +73,7 @@ WRAPPED = {
     "vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled": "`get_cached_block` gets no request.",
     "vllm.v1.core.block_pool.BlockPool.get_cached_block": "Lossy blocks are served to the same owner only.",
     "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n": "Saved blocks are overwritten before others.",
-    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": "Blocks get marks. Output KV is cached.",
+    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": "Marks blocks, keeps answers' states.",
 }
 """Functions of vLLM that Manthan replaces, and the reason for each. Tests check the signatures of vLLM's functions."""
 # Every process of vLLM imports this module. Modules that only some processes need are imported inside functions.
@@ -462,7 +462,7 @@ class Lookups:
             self._cached(request, manager.req_to_blocks.get(name, ()), first)
 
     def _enter(self, cache_blocks: Callable[..., None], request: Any, num_computed_tokens: int) -> None:
-        """Enter blocks in the prefix cache: vLLM's choice in the prompt, then all that can serve a hit.
+        """Enter blocks in the prefix cache: in the prompt vLLM's choice, after it all that can be hit.
 
         Of windows and states, vLLM by default enters only those at the end of a prompt, or of a prefix that prompts
         share; with `--prefix-cache-retention-interval` more or all. The pool reuses the others' blocks at once. Unsaved

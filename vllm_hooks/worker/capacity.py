@@ -34,7 +34,7 @@ STAGINGS_BYTES = 2 * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES
 
 
 class TierBytes(NamedTuple):
-    """Bytes of a rank's tiers in GPU memory (device) and outside (host); 0 for none."""
+    """Bytes of a rank's tiers in GPU memory (device) and in all else (host); 0 for none."""
 
     device: int
     host: int
@@ -62,7 +62,7 @@ def usable_nbytes(vllm_config: "VllmConfig", store: TiersConfig, ranks: int, sha
     if store.places[-1] == "disk":
         return disk.usable(store.max_bytes // ranks) * ranks
     sizes = {nbytes // ranks for nbytes in shape.sizes}
-    if not is_on_gpu(vllm_config) or store.is_lasting:  # only a codec on a GPU needs large extents
+    if not is_on_gpu(vllm_config) or store.is_lasting:  # only a GPU codec's own tiers need large extents
         sizes = {max(sizes)}
     return TierBytes.of_a_rank(store, ranks).usable(sizes) * ranks
 

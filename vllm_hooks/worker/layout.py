@@ -96,7 +96,7 @@ def placed_layers(
 
 
 def rows_of(layers: Sequence[Layer], shape: BlockShape) -> list[Layer]:
-    """Add positions to the layers. A token's bytes in a row: its latent, then any scales and RoPE's part.
+    """Add positions to the layers. A token's bytes: its latent (`values`), then RoPE's part with any scales (`keys`).
 
     No probe is needed, because the layout of a shape with `BlockShape.scales` is known byte for byte.
     """
@@ -109,7 +109,7 @@ def rows_of(layers: Sequence[Layer], shape: BlockShape) -> list[Layer]:
 def paged_layout(layers: Sequence[Layer], shape: BlockShape, opaque: Sequence[Layer] = ()) -> PagedLayout:
     """Return the layout of layers for GPU kernels. opaque: layers stored as bytes in the same compressed blocks.
 
-    Raises UnsupportedError unless layers, and K and V but for MLA, share regular strides.
+    Raises UnsupportedError for irregular strides, or if layers, or K and V (not MLA), differ.
     """
     first = layers[0]
     keys, values = _run(first.keys, shape.numbers), _run(first.values, shape.value_numbers)
