@@ -161,13 +161,16 @@ class Driver:
             return None
         return max(0, self.manager.match(request, resident, usable) - self._again)
 
-    def admitted(self, request_id: str, resident: int, usable: int, taken: int, brought: int = 0) -> None:
+    def admitted(
+        self, request_id: str, resident: int, usable: int, taken: int, brought: int = 0, is_again: bool = False
+    ) -> None:
         """Note that vLLM has allocated a request's blocks. Called again after a load of the request.
 
         Args:
             resident, usable: see `matched`.
             taken: number of the request's blocks. Resident blocks count, because they too may have left the free queue.
             brought: number of blocks that another KV connector loads behind the resident blocks.
+            is_again: True if the request was preempted before.
         """
         request = self._requests.get(request_id)
         has_waited = self._waiting.pop(request_id, None) is not None
@@ -179,8 +182,9 @@ class Driver:
             return
         request.taken, rows = taken, request.rows
         is_new = request.found is None
-        if has_waited:  # for the first time, or again after a preemption
-            request.found = resident + brought
+        if has_waited:
+            request.is_again = is_again and not is_new
+            request.found = request.found if request.is_again else resident + brought
         if is_new:
             blocks, missed = self.manager.blocks, rows[resident + brought : usable]
             missed = missed[blocks.status[missed] == 0]
@@ -499,7 +503,7 @@ class Driver:
                     self._pool.marks.clear(lost)
                     request.exact.difference_update(lost)
                 request.lossy = max(0, request.lossy + self._lossy_tokens(loaded))
-            if request.found is not None:
+            if request.found is not None and not request.is_again:
                 request.found += event.good
         self.manager.events(event)
 

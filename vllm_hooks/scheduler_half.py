@@ -395,7 +395,8 @@ class SchedulerHalf:
         if self._events is not None and self._redis is not None:  # another engine may have stored the request's blocks
             self._events.remember(request, usable)
         taken = sum(map(len, blocks.blocks))
-        self.driver.admitted(request.request_id, resident, usable, taken, brought // self._block_size)
+        is_again, by_others = request.num_preemptions > 0, brought // self._block_size
+        self.driver.admitted(request.request_id, resident, usable, taken, by_others, is_again)
         if request.request_id in self._found:
             self._found.remove(request.request_id)
         else:  # a connector loads, and vLLM caches the blocks later
@@ -453,6 +454,7 @@ class SchedulerHalf:
     def finished(self, request: Request, blocks: int) -> dict[str, Any] | None:
         """Note a request's end. Return kv_transfer_params for its output. blocks: number of its main group's blocks."""
         self._resident.pop(request.request_id, None)
+        self._found.discard(request.request_id)
         if request.request_id in self.rechecks:
             self.driver.finished(request.request_id, (), time.monotonic(), 0)
             if request.cache_salt:  # no other request can find these blocks

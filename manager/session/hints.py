@@ -218,9 +218,13 @@ class SaidBySession:
             session.priority = hints.priority
         if hints.tool or hints.expect_return_s is not None:
             self.await_return(session, hints.expect_return_s, hints.tool, now)
+        self.live_on(session, now)
+        return refused or refused_range
+
+    def live_on(self, session: Session, now: float) -> None:
+        """Begin a session's time to live anew."""
         if (ttl_s := session.ttl_s or self._ttl_s) is not None:
             self.ttls.set(session.session_id, now + ttl_s)
-        return refused or refused_range
 
     def await_return(self, session: Session, seconds: float | None, tool: str, since: float) -> None:
         """Note that the client returns `seconds` after `since`. If None, the tool's median pause counts, if known."""

@@ -84,6 +84,7 @@ class Request:
     lossy: int = 0  # number of prompt tokens whose cached KV is decoded or derived
     exact: set[int] = field(default_factory=set)  # ids of the pool's blocks that a load fills with exact KV
     found: int | None = None  # number of the prompt's blocks found resident or loaded; None until `Driver.admitted`
+    is_again: bool = False  # true after a preemption: then the request's own blocks are found, which do not count
     computed: int = 0  # number of the request's full blocks in the prefix cache
     saves_after: float = 0.0  # time from which the `computed` blocks are considered for saving
     was_loaded: bool = False  # true if a load has brought at least one block
@@ -326,8 +327,10 @@ class SessionManager:
                 home = self.table.create(session.name, session.tenant, now) if len(session.rows) else session
             if home is not session:
                 self._begin_use(home, request_id, now, session.tokens, len(home.rows) * self.shape.block_tokens)
+                self.said.live_on(session, now)  # its time may have passed during the request
                 self._end_use(session, request_id, now)
                 home.stays_out |= session.stays_out
+                home.ttl_s = home.ttl_s or session.ttl_s
                 if session.parent is not None:
                     self.table.join(home, session.parent)
                 session = home
@@ -846,6 +849,8 @@ class SessionManager:
         self._lose(torn_rows[blocks.pins[torn_rows] == 0])
         blocks.refer(blocks.holds, rows, -1)
         for session in users:
+            if self.table.by_id.get(session.session_id) is not session:
+                continue  # it has lost all blocks with the torn ones
             self._put_off(session, now, is_refused)
             session.refused_until = now + self.idle_after_s * 2**session.refusals
 

@@ -174,7 +174,7 @@ class Prefetcher:
         manager, marks = self._manager, self._pool.marks
         ahead = [(at, block) for at, block in self._pool.saved(most) if not marks[block.block_id]]
         rows = manager.blocks.find([block.group for _, block in ahead], [block.block_hash for _, block in ahead])
-        is_lossy = (rows < 0) | ~manager.is_exact(rows)
+        is_lossy = (rows >= 0) & ~manager.is_exact(rows)  # no session has a block without a row
         return [(at, row) for (at, _), row, lost in zip(ahead, rows.tolist(), is_lossy, strict=True) if lost]
 
     def _spares(self, session: Session, exact: Sequence[tuple[int, int]]) -> bool:

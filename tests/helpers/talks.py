@@ -161,8 +161,11 @@ class Talks:
         self.running[request_id] = Running(hashes, tokens)
         return request_id
 
-    def serve(self, request_id: str) -> bool:
-        """Let a request that waits find, load and compute its prompt. Return False if it must go on waiting."""
+    def serve(self, request_id: str, is_again: bool = False) -> bool:
+        """Let a request that waits find, load and compute its prompt. Return False if it must go on waiting.
+
+        is_again: after a preemption.
+        """
         one = self.running[request_id]
         usable = self.driver.usable(one.tokens)
         group = self.manager.shape.main
@@ -181,7 +184,7 @@ class Talks:
         self.driver.hits(request_id, [hits])
         one.block_ids = hits
         more = len(one.hashes) - len(hits)
-        self.driver.admitted(request_id, len(hits), usable, len(one.hashes))
+        self.driver.admitted(request_id, len(hits), usable, len(one.hashes), is_again=is_again)
         one.block_ids = hits + self.pool.take(more)
         if loaded:
             end = len(hits) + loaded

@@ -149,8 +149,18 @@ def test_what_was_found_before_a_preemption_does_not_count_twice() -> None:
     talks.pool.free(one.block_ids[::-1])
     one.block_ids = []
     talks.overwrite()
-    assert talks.serve(request)
+    assert talks.serve(request, is_again=True)
     assert talks.driver.found(request) == 6 * talks.manager.shape.block_tokens
+
+
+def test_what_a_request_has_computed_before_a_preemption_does_not_count_as_found() -> None:
+    talks = Talks()
+    request = talks.start("sys a b c", "A")
+    one = talks.running[request]
+    talks.pool.free(one.block_ids[::-1])
+    one.block_ids = []
+    assert talks.serve(request, is_again=True)
+    assert talks.driver.found(request) == 0
 
 
 def test_a_long_session_goes_cold_by_some_blocks_a_step() -> None:

@@ -1,6 +1,7 @@
 """Tokens that are kept exact: the first ones of each session, and heads that sessions share."""
 
 import pytest
+from integrity import check_empty
 from talks import Talks, name
 
 from manthan.manager.pool import Mark
@@ -60,3 +61,22 @@ def test_heads_whose_resident_kv_is_lossy_keep_no_other_head_from_making_way(mon
             talks.talk(f"p {last}", last)
         talks.rest()
     assert exact(talks, "s", "s t", "p") == [0, 16, 16]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sessions_lost_with_a_head_that_cannot_be_stored_again_are_not_saved_later(ranks: int) -> None:
+    talks = Talks(ranks=ranks)
+    talks.talk("sys a", "A")
+    talks.rest()
+    talks.talk("sys b", "B")
+    talks.holds, talks.now = True, talks.now + talks.manager.idle_after_s
+    talks.step()
+    talks.gathered()
+    talks.overwrite()
+    [head] = [job for job in talks.jobs.values() if job.exact_tokens]
+    talks.answer([head], {0: "write_failed"})
+    talks.holds = False
+    talks.answer()
+    assert talks.states() == {}
+    talks.rest(100)
+    check_empty(talks.manager)

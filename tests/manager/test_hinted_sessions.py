@@ -245,3 +245,17 @@ def test_redundant_copies_of_what_is_kept_stay() -> None:
     talks.talk("x y", "x y")
     talks.save()
     assert {"c", "c d"} <= talks.saved()
+
+
+def test_a_time_that_passes_during_a_request_counts_from_its_end_also_if_it_becomes_a_branch() -> None:
+    talks = Talks()
+    talks.talk("sys q x", "A", ttl_s=30)
+    first, second = talks.start("sys q x r", "A"), talks.start("sys q x r", "A")
+    talks.finish(first, "sys q x r s")
+    talks.rest(31)
+    talks.finish(second, "sys q x r t")
+    assert set(talks.texts()) == {"A", "A~2"}
+    talks.rest(29)
+    assert set(talks.texts()) == {"A", "A~2"}
+    talks.rest(1)
+    check_empty(talks.manager)

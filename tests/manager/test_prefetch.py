@@ -201,3 +201,14 @@ def test_compressed_blocks_in_a_store_that_is_down_are_kept(talks: Prefetching) 
     [load] = talks.step().loads
     talks.answer([load], failed={0: STORE_DOWN})
     assert (talks.texts()["A"], talks.resident("a b c")) == ("a b c", 0)
+
+
+def test_answers_that_no_prompt_brings_back_make_way_for_a_prefetch() -> None:
+    talks = Prefetching(blocks=10)
+    talks.go_cold("a b c d", "A", expect_return_s=50)
+    talks.manager._left_out = talks.manager.enough
+    talks.finish(talks.start("p q r s", "P"), "p q r s think1 think2 think3 think4")
+    talks.rest()
+    talks.now = 60
+    assert talks.taken() == [names("a b c d")]
+    assert talks.resident("p q r s") == 4

@@ -78,10 +78,11 @@ class Telemetry:
         """Note a request's end. found, computed: numbers of its prompt's tokens resident or loaded, and computed."""
         self.totals["computed_tokens"] += computed
         self.totals["prompt_tokens"] += request.num_prompt_tokens
-        known, restored = self._known.pop(request.request_id, None), self._brought.pop(request.request_id, 0)
+        known, brought = self._known.pop(request.request_id, None), self._brought.pop(request.request_id, 0)
+        restored = min(brought, found)  # after a preemption it was loaded again
         if known is not None:
             self.totals["returns"] += 1
-            self.totals["return_resident_tokens"] += max(0, found - restored)
+            self.totals["return_resident_tokens"] += found - restored
             self.totals["return_restored_tokens"] += restored
             self.totals["return_recomputed_tokens"] += min(computed, max(0, known - found))
         if self.traces is not None:
