@@ -21,7 +21,8 @@ class DropCause(StrEnum):
 
     BUDGET = auto()  # no room
     REDUNDANT = auto()  # no room, and the pool still has KV of the block that was computed, not decoded
-    FAILED = auto()  # the block cannot be read or stored
+    FAILED = auto()  # the block cannot be read
+    NOT_STORED = auto()  # a rank could not store the block, or gave up storing it
     ABANDONED = auto()  # no session can use the block any more
     RESET = auto()  # all KV is dropped
     EXPIRED = auto()  # the session was not used for `ttl_s` seconds

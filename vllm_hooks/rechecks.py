@@ -143,9 +143,11 @@ async def _recheck(client: Any, asked: Mapping[str, Any], rank: int, ranks: int)
     """Compare the next tokens behind cached and behind computed KV, and tell the cores, unless KV was overwritten."""
     where = {"data_parallel_rank": rank} if ranks > 1 else {}
     cached, lossy = await _first(client, asked, LOSSY, where)
-    if cached < asked["least"]:
+    if cached < asked["least"] or not lossy:
         return
     _, exact = await _first(client, asked, EXACT, where)
+    if not exact:
+        return
     found = {"divergence": divergence(exact, lossy), "is_same": max(exact, key=exact.get) == max(lossy, key=lossy.get)}
     await ask_cores(client, METHOD, "rechecked", {"bound": None, "secret": asked["secret"], **found})
 
@@ -157,7 +159,7 @@ async def _first(client: Any, asked: Mapping[str, Any], name: str, where: dict[s
     prompt = {"prompt_token_ids": asked["prompt"], **salt}
     async for output in client.generate(prompt, params, f"{asked['secret']}-{name}", **where):
         last = output
-    [of_token] = last.outputs[0].logprobs
+    of_token = next(iter(last.outputs[0].logprobs or ()), {})  # none if the engine has aborted the request
     return last.num_cached_tokens or 0, {token: each.logprob for token, each in of_token.items()}
 
 

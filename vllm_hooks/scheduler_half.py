@@ -470,7 +470,7 @@ class SchedulerHalf:
         is_loading = bool(self.driver.loads_of(request.request_id))  # vLLM counts these tokens as computed already
         new = 0 if is_loading else max(0, min(request.num_prompt_tokens, request.num_computed_tokens) - found)
         keys = self._keys(request)[: min(blocks, request.num_computed_tokens // self._block_size)]
-        computed = self.groups.deepest(self._entered(keys))
+        computed = self.groups.deepest(len(keys) if is_loading else self._entered(keys))
         keys = keys[:computed]
         prompt_depth = self.groups.deepest(self.driver.usable(request.num_prompt_tokens))
         depths = dict.fromkeys((computed, min(computed, prompt_depth)))  # the same prompt may come again
@@ -492,13 +492,14 @@ class SchedulerHalf:
         return answer_to(hints_of(request), outcome)
 
     def _entered(self, keys: Sequence[BlockHash]) -> int:
-        """Return the length of `keys` without last blocks that vLLM's prefix cache lacks due to a draft.
+        """Return the length of `keys` without last blocks that vLLM's prefix cache lacks.
 
-        vLLM enters blocks when it schedules the next step. The last blocks are missing if tokens of a draft filled them
-        in the last step, or if vLLM holds them back for a draft to read. Blocks of an aborted load count as present.
+        vLLM enters blocks when it schedules the next step, and with asynchronous scheduling one step later. The last
+        blocks are missing if tokens of the last step or of a draft filled them, or if a draft is still to read them.
         """
         entered, config = len(keys), self._vllm_config
         late = config.num_speculative_tokens + config.num_prefill_lookahead_tokens
+        late += bool(config.scheduler_config.async_scheduling)
         for _ in range(-(-late // self._block_size)):
             if entered and self.pool.lookup(self._group, [keys[entered - 1]]) == [-1]:
                 entered -= 1

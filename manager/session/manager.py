@@ -832,7 +832,7 @@ class SessionManager:
         is_first = (blocks.status[rows] & STORING) == blocks.status[rows]  # without an older compressed block
         gone = rows[is_first | store.is_void]
         if len(gone):  # some rank may have stored a part
-            cause = DropCause.RESET if store.is_void else DropCause.FAILED
+            cause = DropCause.RESET if store.is_void else DropCause.NOT_STORED
             self.events(events.BlocksDropped(store.transfer.group, blocks.hashes(gone), cause))
         users = {session: None for session in self.saving if np.isin(session.rows, rows).any()}
         users |= {one.session: None for one in self.requests.values() if np.isin(one.rows, rows).any()}

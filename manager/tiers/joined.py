@@ -113,6 +113,14 @@ class ShardedTier(JoinedTier):
         super().__init__(*chain.from_iterable(self._sources), *copies)
         self.own, self.can_trim = own, own.can_trim
 
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
+        """See Tier. Older copies of other engines go: what is stored again may be exact where they are lossy."""
+        failed = self.own.put_all(group, blocks, tenant)
+        stored = [key for key in blocks if key not in failed]
+        for tier in self._tiers[1:]:
+            tier.drop(group, stored)
+        return failed
+
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         """See Tier. Look for a block first where the previous block was, because one engine mostly stored both."""
         at, source = 0, self._sources[0]

@@ -7,7 +7,6 @@ record of each session waits, and is written when Redis is back. A shard is the 
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -283,8 +282,10 @@ class RedisSessions:
                 self._ask([("PING",)])
             while True:
                 with self._wake:  # `reset` changes all three together
-                    namespace, record = self._namespace, next(iter(self._records.values()), None)
-                    names = [] if record else list(islice(self._deletes, BATCH))
+                    namespace, names = self._namespace, list(islice(self._deletes, BATCH))
+                    gone = (one for one in self._records.values() if one.fields is None)
+                    # a full Redis still deletes, and has room for records then
+                    record = None if names else next(gone, None) or next(iter(self._records.values()), None)
                 if record is not None:
                     self._save(namespace, record)
                     self._done(record)
@@ -296,7 +297,8 @@ class RedisSessions:
                 self._done(None, names)
         except TierError:
             if not self._circuit.wait_s:  # Redis answers, but memory is full
-                time.sleep(REST_S)
+                with self._wake:
+                    self._wake.wait_for(lambda: self._lookups or self._closing, REST_S)
         except Exception:  # the other records are still written
             logger.exception("Manthan: a session could not be told to Redis")
             self._done(record, names)

@@ -476,3 +476,49 @@ def test_a_server_that_is_full_and_evicts_nothing_is_told_later(start: Start, se
     assert not hash_of(server, "alice")
     server.client.config_set("maxmemory", 0)
     until(lambda: hash_of(server, "alice"))
+
+
+@pytest.mark.parametrize("cause", ["needed", "store_full"])
+def test_a_store_that_fails_costs_other_engines_nothing(start: Start, server: RedisServer, cause: str) -> None:
+    here, there = start("one"), start("two")
+    talks = Talks(is_shared=True)
+    link = RedisLink(there.sessions, talks.manager, ())
+    talks.talk("a b c", "bob")  # it computes what the other engine then stores
+    here.store(names("a b c"))
+    talks.refuses = lambda _: cause
+    talks.rest()
+    link.tell(talks.told(BlocksDropped), talks.now)
+    there.tell("carol", [])
+    until(lambda: hash_of(server, "carol"))
+    until(lambda: not there.sessions._is_behind)
+    assert here.ask(names("a b c")) == LookupResult([RANKS * NBYTES] * 3)
+
+
+def test_what_is_released_is_deleted_while_redis_is_full_and_evicts_nothing(start: Start, server: RedisServer) -> None:
+    player, hashes = start(), blocks("a", 300)
+    player.store(hashes, nbytes=660)
+    player.tell("alice", hashes)
+    until(lambda: hash_of(server, "alice"))
+    server.client.config_set("maxmemory", server.client.info("memory")["used_memory"] - 100_000)
+    try:
+        player.tell("bob", blocks("b", 1))  # refused
+        player.sessions.tell([SessionRecord("alice")], [BlocksDropped(0, hashes, DropCause.RELEASED)])
+        until(lambda: not server.client.exists(HERE.session("alice"), HERE.block(0, hashes[0], Shard(0, RANKS))))
+        until(lambda: hash_of(server, "bob"))
+    finally:
+        server.client.config_set("maxmemory", 0)
+
+
+def test_a_lookup_does_not_wait_for_a_record_that_a_full_server_refuses(
+    start: Start, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manthan.manager.tiers.redis_sessions.REST_S", 1e6)
+    player, hashes = start(), blocks("a", 3)
+    player.store(hashes)
+    server.client.config_set("maxmemory", 1)
+    try:
+        player.tell("alice", hashes)
+        time.sleep(0.1)
+        assert player.ask(hashes) == LookupResult([RANKS * NBYTES] * 3)
+    finally:
+        server.client.config_set("maxmemory", 0)

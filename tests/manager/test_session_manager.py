@@ -71,7 +71,7 @@ def test_a_failed_store_leaves_the_session_idle_and_is_tried_again() -> None:
     talks.step()
     talks.answer(failed={1: "no space"})
     assert talks.states() == {"s": "idle"}
-    assert talks.dropped() == [("b", DropCause.FAILED)], "a rank may have stored it"
+    assert talks.dropped() == [("b", DropCause.NOT_STORED)], "a rank may have stored it"
     assert talks.told(StoreFailed) == [StoreFailed(["no space"])]
     assert talks.driver.next_deadline == talks.now + 2 * IDLE_AFTER_S
     talks.holds = False

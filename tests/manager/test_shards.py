@@ -48,6 +48,13 @@ def sharded(tiers: list[RamTier]) -> ShardedTier:
     return ShardedTier(tiers[0], [tiers[1:3], tiers[3:]])
 
 
+def test_what_was_stored_again_is_read_and_not_the_older_copy(tiers: list[RamTier], sharded: ShardedTier) -> None:
+    put(tiers[3], KEYS, 4)
+    put(sharded, KEYS[2:4], 1)
+    assert read(sharded) == [[4], [4], [1], [1], [4], [4]]
+    assert read(sharded, KEYS[1:3]) == [[4], [1]]
+
+
 def test_a_block_is_read_in_the_shards_that_are_whole(tiers: list[RamTier], sharded: ShardedTier) -> None:
     put(tiers[0], [KEYS[0], KEYS[5]], 1)
     put(tiers[1], KEYS[1:4], 2)

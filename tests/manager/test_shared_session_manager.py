@@ -123,7 +123,7 @@ def test_every_change_of_a_session_is_told_once() -> None:
     assert told(talks) == {"alice": "cold"}
     talks.now += 2 * TTL_S
     assert told(talks) == {"alice": None}
-    assert [drop.cause for drop in talks.redis.drops] == [DropCause.FAILED, DropCause.EXPIRED]
+    assert [drop.cause for drop in talks.redis.drops] == [DropCause.NOT_STORED, DropCause.EXPIRED]
     assert talks.redis.drops == talks.told(BlocksDropped)
 
 

@@ -29,7 +29,7 @@ from manthan.manager.transfer import Transfer, TransferResult
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.worker import engine_cuda
 from manthan.vllm_hooks.worker.engine_cuda import CudaEngine
-from manthan.vllm_hooks.worker.slabs import Slab, Slabs
+from manthan.vllm_hooks.worker.slabs import Slab, Slabs, Staging
 
 GROUP = 5
 FORMS = (0, 3, TOKENS)
@@ -654,3 +654,45 @@ def test_a_block_that_is_being_copied_at_a_reset_is_not_kept(second: Callable[..
     world.tiers.host.write = resetting
     assert world.load([key(0)], [40]).failed == {0: "reset"}
     assert len(world.tiers.host.blocks()) == used(world.tiers) == 0
+
+
+def test_a_load_that_waits_for_room_hears_of_a_store_that_fails(
+    second: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = second(4.2)
+    world.engine._stores = Staging(1 << 20, torch.device("cpu"))  # a store is encoded in one piece
+    assert world.store(order(0, TOKENS))[0].failed == {}
+    world.engine.store.goes_on.clear()
+    stores = [order(10, 4 * TOKENS, blocks=4), order(20, 4 * TOKENS, blocks=4)]
+    world.engine.submit_stores(ManthanMetadata(stores=stores))
+    world.engine.take_ended()
+    world.submit([key(0)], [40])
+    world.engine.store.goes_on.set()
+    until(lambda: world.engine._written and world.engine._lock._waiters)  # the load waits for room
+
+    def no_memory(*args: Any) -> None:
+        time.sleep(0.1)  # the load finds that the second store has all room
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.codec, "encode", no_memory)
+        world.told = world.engine.take_ended().requests, set()
+    assert [result.failed for result in world.reports(3).results] == [{}, dict.fromkeys(range(4), "internal"), {}]
+    assert world.told == ({"request"}, set())
+
+
+def test_vllm_hears_of_bad_blocks_with_the_result_that_the_driver_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sooner, vLLM would compute them behind decoded blocks while they still count as loaded."""
+    world = World(monkeypatch, (0, 10 * fake_cuda.paged_codec().form(TOKENS).nbytes))
+    world.store(order(0, blocks=3))
+    world.gpu.events = world.gpu.reached = 0
+    world.submit([key(0), key(9), key(1)], [40, 41, 42])
+    [loading] = world.engine._loadings
+    world.gpu.reached = max(chunk.checked._number for chunk in loading.chunks) + 1  # and not decoded
+    assert not any(world.engine.take_ended())
+    assert world.engine.take_report() is None
+    world.gpu.reached = float("inf")
+    assert world.engine.take_ended().bad_blocks == {41, 42}
+    report = world.engine.take_report()
+    assert report is not None
+    assert [result.failed for result in report.results] == [{1: "missing"}]

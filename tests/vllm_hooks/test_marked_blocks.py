@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 
 from manthan.manager.pool import Mark, Owner
 from manthan.vllm_hooks.compat import Lookups, VllmPool
+from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
 TOKENS, PART = 32, 16
 """Of a block, and between two hashes."""
@@ -199,3 +200,40 @@ def test_states_inside_a_prompt_are_those_that_vllm_keeps() -> None:
     """Each chunk but the last leaves states behind that vLLM uses again at once."""
     chunks = (128, 128, 128, 15)
     assert states_after(chunks, 399, is_ours=True) == states_after(chunks, 399, is_ours=False)
+
+
+# -- the end of an answer ---------------------------------------------------------------------------------
+
+
+def test_a_block_of_the_step_under_way_is_not_the_sessions() -> None:
+    """AsyncScheduler has scheduled the last token, and enters its block one step later, which does not come."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+    config = KVCacheConfig(20, [], [KVCacheGroupSpec(["layer"], spec)])
+    manager = KVCacheManager(config, 256, scheduler_block_size=16, hash_block_size=16)
+    hasher = get_request_block_hasher(16, sha256)
+    request = Request("a", list(range(14)), SamplingParams(max_tokens=50), None, block_hasher=hasher)
+
+    def schedule(tokens: int) -> None:
+        manager.allocate_slots(request, tokens)
+        request.num_computed_tokens += tokens
+        request.num_output_placeholders += 1
+
+    def output(token: int) -> None:
+        request.append_output_token_ids([token])
+        request.num_output_placeholders -= 1
+        manager.cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
+
+    schedule(14)
+    schedule(1)
+    output(100)
+    schedule(1)
+    output(101)
+    half: Any = object.__new__(SchedulerHalf)
+    half._hashes_a_block, half._group, half._block_size = 1, 0, 16
+    scheduler = SimpleNamespace(async_scheduling=True)
+    half._vllm_config = SimpleNamespace(
+        num_speculative_tokens=0, num_prefill_lookahead_tokens=0, scheduler_config=scheduler
+    )
+    half.pool = VllmPool(manager.block_pool, {0: 16})
+    keys = half._keys(request)[: request.num_computed_tokens // 16]
+    assert (len(keys), half._entered(keys)) == (1, 0)

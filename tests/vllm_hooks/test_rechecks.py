@@ -182,6 +182,26 @@ def test_a_prompt_whose_kv_is_gone_tells_nothing(monkeypatch: pytest.MonkeyPatch
     asyncio.run(run())
 
 
+class Aborted(Client):
+    """As after a pause, which aborts requests."""
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        self.salts.append(prompt.get("cache_salt"))
+        yield SimpleNamespace(num_cached_tokens=64, outputs=[SimpleNamespace(logprobs=[])])
+
+
+def test_an_aborted_recheck_tells_nothing_and_others_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rechecks, "ASK_S", 0.01)
+
+    async def run() -> None:
+        client, rechecker = Aborted(), Rechecker()
+        rechecker.start(SimpleNamespace(engine_client=client))
+        await until(lambda: len(client.salts) == 3)
+        assert client.told == []
+
+    asyncio.run(run())
+
+
 # -- the divergence ---------------------------------------------------------------------------------------
 
 

@@ -206,8 +206,11 @@ class CudaEngine(Engine):
         return super().take_ended()
 
     def _poll(self) -> None:
+        """See Engine. vLLM hears of bad blocks only with the load's result, because it then computes them anew."""
         for loading in self._loadings:
             if loading.answered or loading.job.request_id is None or not self._is_reached(loading, "checked"):
+                continue
+            if self._outcome(loading)[0] < len(loading.job) and not self._is_reached(loading, "done"):
                 continue
             try:
                 for chunk in loading.chunks:  # later compute of the model waits for the decoding
@@ -486,6 +489,7 @@ class CudaEngine(Engine):
         with self._lock:
             for place in encoding.places:
                 encoding.tier.free(place)
+            self._lock.notify_all()
         self._copied(encoding)
         blocks = range(encoding.start, encoding.start + len(encoding.places))
         self._stored(encoding.storing, {}, dict.fromkeys(blocks, cause_of(error)))
