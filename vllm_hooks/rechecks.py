@@ -159,7 +159,7 @@ async def _first(client: Any, asked: Mapping[str, Any], name: str, where: dict[s
     prompt = {"prompt_token_ids": asked["prompt"], **salt}
     async for output in client.generate(prompt, params, f"{asked['secret']}-{name}", **where):
         last = output
-    of_token = next(iter(last.outputs[0].logprobs or ()), {})  # none if the engine has aborted the request
+    of_token: dict[int, Any] = next(iter(last.outputs[0].logprobs or ()), {})  # empty if the request was aborted
     return last.num_cached_tokens or 0, {token: each.logprob for token, each in of_token.items()}
 
 
