@@ -90,7 +90,9 @@ def test_servers_with_manthan_without_and_none(manthan_server: VllmServer, plain
     assert found["policy"]["said"] == "that server has lru; sessions are idle after 0.5 s."
     store = ask(manthan_server.url, "/state")["store"]  # other tests' sessions may have led to a verdict
     said = r"wht-5x measured on \d+ of 64 blocks; wht-4x until then\."
-    if store["measuring"] is None:
+    if store["verdict"] == "faithful":
+        said = r"that server has wht-5x; the guard's verdict: faithful\."
+    elif store["measuring"] is None:
         assert store["verdict"] == "slow", "on a busy machine"
         said = rf"that server has wht-5x, which is slow, so it uses {store['codec']}\."
     assert re.fullmatch(said, found["codec"]["said"])

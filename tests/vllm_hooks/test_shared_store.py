@@ -132,7 +132,7 @@ def test_what_lasts_is_found_by_the_same_weights_only_all_their_bytes(redis_serv
         weights = torch.arange(24, dtype=torch.uint8)
         if changed is not None:
             weights[changed] ^= 1
-        model, loaded = torch.nn.Module(), Loaded()
+        model, loaded = torch.nn.Module(), Loaded("an engine")
         model.load_weights = dict  # type: ignore[assignment]
         loaded.watch(model, "model")
         model.load_weights([("first", weights[:8].view(torch.float32)), ("second", weights[8:])])  # type: ignore[operator]
