@@ -945,7 +945,7 @@ class World:
         names = {(group, block_hash) for block_hash in event.block_hashes}
         read = {(job.group, block_hash) for job in self.reading.values() for block_hash in job.block_hashes}
         assert not names & read, f"{names & read} are dropped while they are read"
-        if cause is DropCause.FAILED:
+        if cause in (DropCause.FAILED, DropCause.NOT_STORED):
             return
         blocks = self.manager.blocks
         if cause in (DropCause.BUDGET, DropCause.REDUNDANT) and group == self.manager.shape.session_group:
