@@ -108,13 +108,13 @@ def test_what_the_default_loses(folder: Any, most: float, text: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", [real_model, biased_model])
-def test_what_calibrated_codecs_lose(folder: Any, text: Path, tmp_path: Path) -> None:
-    """With a profile of fewer tokens than the command takes by itself. klt-12x loses 9.5% with biased keys."""
+@pytest.mark.parametrize(("folder", "coarse"), [(real_model, 0.06), (biased_model, 0.10)])
+def test_what_calibrated_codecs_lose(folder: Any, coarse: float, text: Path, tmp_path: Path) -> None:
+    """With a profile of fewer tokens than the command takes by itself. coarse: most that klt-12x may lose."""
     profile = tmp_path / "p.safetensors"
     made = CliRunner().invoke(app, ["calibrate", folder(), "--tokens", "8192", "--out", str(profile)])
     assert made.exit_code == 0, made.output
-    bounds = {"klt-5x": (4.8, 0.004, 0.02), "klt-8x": (7.5, 0.012, 0.04), "klt-12x": (11, 0.05, 0.12)}
+    bounds = {"klt-5x": (4.8, 0.004, 0.02), "klt-8x": (7.5, 0.012, 0.04), "klt-12x": (11, 0.05, coarse)}
     settings = ("--codec", ",".join(bounds), "--exact", "4", "--profile", profile, *BLOCKS)
     # In bf16 the model itself rounds keys with a large mean, and a single context has few answers.
     settings += ("--samples", 4, "--dtype", "float32")

@@ -122,7 +122,7 @@ def paged_layout(layers: Sequence[Layer], shape: BlockShape, opaque: Sequence[La
     if keys is None or values is None or not alike or not (shape.latent or keys[1:] == values[1:]):
         raise UnsupportedError(
             "Manthan cannot be used here: the attention backend splits vectors, or its strides differ between layers "
-            "or K and V; choose another with --attention-backend."
+            "or K and V; choose another with --attention-backend, such as FLASH_ATTN, or FLASH_ATTN_MLA for latents."
         )
 
     def laid_out(numbers: tuple[int, int, int, int], run: tuple[int, int, int], value_at: int | None) -> PagedLayout:
